@@ -35,7 +35,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over blocks and of LSEs: fp32 for 16 and 32 bits, fp64 for fp64."""
+    """Return the dtype in which results of inputs of this dtype are summed: fp32 for 16 and 32
+    bits, fp64 for fp64. LSEs have it, too."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -50,7 +51,8 @@ def reference(
     sinks: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return exact attention: q [B, H, S, D], k, v [B, Hk, S, ..], ids [B, S] -> [B, H, S, Dv]."""
+    """Return exact attention in plain PyTorch, [B, H, S, Dv]: q [B, H, S, D], k [B, Hk, S, D], v
+    [B, Hk, S, Dv], document ids [B, S]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = scale * q @ k.mT
     if softcap is not None:
@@ -71,15 +73,17 @@ def reference(
 def merged(
     out: Tensor, lse: Tensor, parts: Sequence[operations.Part], dtype: torch.dtype
 ) -> Tensor:
-    """Merge one or two parts by one kernel; `lse` changes in place. If out already has `dtype`, it
-    changes in place and is returned; else the result is a new tensor with its layout."""
+    """Merge one or two parts into out and lse by one kernel, and return out; `lse` changes in
+    place. If out already has `dtype`, it changes in place, too; else the result is a new tensor
+    with its layout."""
     into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
     operations.merge_(out, lse, *parts, into=into)
     return into
 
 
 def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Add one or two parts by one kernel; in place or to a new tensor, as in `merged`."""
+    """Return the total plus one or two parts, by one kernel: in place or as a new tensor, as
+    `merged`."""
     into = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
     operations.add_(total, *parts, into=into)
     return into
@@ -88,7 +92,8 @@ def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def merge_(
     out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fused: bool = False
 ) -> None:
-    """Merge a part into `out` and `lse`, both in the accumulate dtype, in place.
+    """Merge one part of a softmax, its out and lse, into `out` and `lse` (accumulate dtype), in
+    place.
 
     A part whose row saw no key has lse = -inf and weight 0, for any finite `part_out`; a row that
     no part has seen stays at lse = -inf. With `fused`, one kernel does it if the device has one.
@@ -104,8 +109,8 @@ def merge_(
 
 
 def add_(total: Tensor, part: Tensor, *, fused: bool = False) -> None:
-    """Add a part to total, which has the accumulate dtype; the part may be narrower. With `fused`,
-    a kernel reads and writes 16 bytes at a time; PyTorch's does not if dtypes differ."""
+    """Add a part, whose dtype may be narrower, to `total` (accumulate dtype), in place. With
+    `fused`, a kernel reads and writes 16 bytes at a time; PyTorch's does not if dtypes differ."""
     if fused and fused_for(total.device, total.dtype):
         operations.add_(total, part)
     else:
@@ -113,14 +118,14 @@ def add_(total: Tensor, part: Tensor, *, fused: bool = False) -> None:
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge each head's sink into out and LSE; returns both in the accumulate dtype."""
+    """Return out and lse with each head's sink merged in, both in the accumulate dtype."""
     dtype = accumulate_dtype(out.dtype)
     with_sink = torch.logaddexp(lse, sinks.to(dtype)[:, None])
     return out.to(dtype) * (lse - with_sink).exp().unsqueeze(-1), with_sink
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return d loss / d sinks [H] in the accumulate dtype.
+    """Return the gradient of the loss by the sinks, [H], in the accumulate dtype.
 
     `out` and `lse` come from `add_sinks`. The sink has weight exp(sink - lse) and value zero, so
     its score gradient is weight * (0 - rowsum(dout * out)).
@@ -134,7 +139,8 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """The queries' side of a backward, [B, H, Sq, ..]; out and lse cover all blocks and sinks."""
+    """The tensors that a backward reads for each query, [B, H, Sq, ...]; out and lse cover all
+    blocks and sinks."""
 
     dout: Tensor
     q: Tensor
@@ -143,11 +149,11 @@ class BackwardQueries(NamedTuple):
 
 
 class BlockKernel(Protocol):
-    """A kernel that computes one block. Kernels are stateless values."""
+    """A kernel that computes attention of one block. Kernels hold no state."""
 
     @property
     def softcap(self) -> float | None:
-        """Cap of the kernel on scores; None: no cap."""
+        """The soft cap that the kernel applies to scores; None: no cap."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         """Divide a block into blocks that the kernel computes in one call each."""
@@ -155,27 +161,29 @@ class BlockKernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's own out, in the dtype of q, and lse. Both are new tensors."""
+        """Return out, in the dtype of q, and lse of this block alone, as new tensors."""
 
     def backward(
         self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
-        """Return dq, dk (Hk heads) and dv (Hk heads) of the block. All are new tensors."""
+        """Return the block's dq, dk and dv as new tensors; dk and dv have Hk heads."""
 
 
 def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors with inner stride 1, which vendor operations assume without a check. A
-    gradient that autograd has expanded has inner stride 0."""
+    """Return tensors copied where their inner stride is not 1, which vendor operations assume
+    without a check: a gradient that autograd has expanded has inner stride 0."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def token_first(x: Tensor) -> Tensor:
-    """Return [B, H, S, D] packed as [B, S, H, D] in memory: x itself if it already is."""
+    """Return a tensor [B, H, S, D] laid out as [B, S, H, D] in memory, without a copy if it already
+    is."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return `token_first(x)`, with the strides of a packed tensor even in dimensions of size 1."""
+    """Return `token_first(x)` with the strides of a contiguous tensor even in dimensions of size
+    1."""
     x = token_first(x)
     _, heads, tokens, width = x.shape
     strides = tokens * heads * width, width, heads * width, 1
@@ -267,7 +275,8 @@ class CudaFlash:
         return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
-        """Return the keys to the left and right of the aligned diagonal; -1: all.
+        """Return the op's window: the keys to the left and right of the aligned diagonal, -1 for
+        all.
 
         Row i of Sq sees columns from i + Sk - Sq - left. In a windowed block without causal mask
         the op turns right = -1 into Sk, which would hide keys if Sq > Sk + 1.
@@ -378,7 +387,8 @@ class CudaCudnn:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A kernel `inner` that needs D == Dv or certain widths, on heads padded to `width` with zeros.
+    """Runs the kernel `inner`, which needs D == Dv or certain widths, on heads padded by zeros to
+    `width`.
 
     Exact: a zero adds nothing to a score, to rowsum(dout * out) or to a gradient; columns of out
     that come only from zeros of v are cut off, and the scale is the caller's, of the true width.
@@ -411,7 +421,8 @@ class Padded:
         return dq[..., : queries.q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _wide(self, x: Tensor) -> Tensor:
-        """Pad heads and return them token-first, which vendor kernels take without another copy."""
+        """Pad heads to `width` and lay them out token-first, which vendor kernels take without a
+        copy."""
         if x.shape[-1] == self.width:
             return x
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
@@ -421,7 +432,7 @@ class Padded:
 
 
 def visible(block: Block, device: torch.device) -> Tensor:
-    """Return which keys each query of the block sees: bool [Sq, Sk]."""
+    """Return a mask of the keys that each query of the block sees, bool [Sq, Sk]."""
     query = torch.arange(block.q_start, block.q_stop, device=device)
     distance = query[:, None] - torch.arange(block.k_start, block.k_stop, device=device)
     seen = distance >= 0
@@ -491,7 +502,8 @@ class Tiled:
     def _scores(
         self, q: Tensor, k: Tensor, tile: Block, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return masked scores [B, Hk, R, Sk], and d capped / d uncapped before the mask."""
+        """Return masked scores [B, Hk, R, Sk], and the derivative of capped by uncapped scores
+        before the mask."""
         dtype = accumulate_dtype(q.dtype)
         scores = _stack(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -506,13 +518,13 @@ class Tiled:
 
 
 def _stack(x: Tensor, kv_heads: int) -> Tensor:
-    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]."""
+    """Stack the query heads that share a key head, [B, H, S, D] -> [B, Hk, H / Hk * S, D]."""
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
 
 
 def row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
-    """Yield tiles of queries, each with the tiles of keys that it sees. Slices count from the
-    block's first query and key."""
+    """Yield the block's queries tile by tile, each with the tiles of keys that it sees, for a loop
+    that holds one tile of scores. Slices count from the block's first query and key."""
     for q_start in range(block.q_start, block.q_stop, size):
         rows = slice(q_start - block.q_start, min(q_start + size, block.q_stop) - block.q_start)
         tiles = key_tiles(block, q_start, size)

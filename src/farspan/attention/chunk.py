@@ -35,7 +35,7 @@ from farspan.program.attention_blocks import Block, overlapping
 
 
 class KeyValues(Protocol):
-    """Keys and values of the tokens before a chunk, and the sums of their gradients."""
+    """Access to the keys and values before a chunk, and to the sums of their gradients."""
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return K [B, Hk, S, D] and V [B, Hk, S, Dv] of tokens [start, stop), all batch rows.
@@ -45,16 +45,17 @@ class KeyValues(Protocol):
         """
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add to dK, dV of tokens [start, stop) of the batch rows `rows`.
+        """Add gradients dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] to the sums of tokens [start,
+        stop) in the batch rows `rows`.
 
-        dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] have the model's or the accumulate dtype; the
-        sums must have the latter. Called once after each call of `keys`, with its range.
+        They have the model's or the accumulate dtype; the sums must have the latter. Called once
+        after each call of `keys`, with its range.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The attention of one chunk without its tensors."""
+    """The settings of one chunk's attention, without its tensors."""
 
     scale: float
     softcap: float | None
@@ -68,7 +69,8 @@ class AttentionCall:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
-        """Return whether a kernel joins this part to `whole`: the part must have all queries."""
+        """Return whether a fused kernel may merge `part` into `whole`; the part must have all of
+        its queries."""
         return self.fused and part.shape == whole.shape and fused_for(part.device, part.dtype)
 
     @property
@@ -79,7 +81,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """Keys [start, stop) of earlier chunks, and the blocks that need them, within these rows."""
+    """One read of earlier keys [start, stop), and the blocks of attention that use them."""
 
     start: int
     stop: int
@@ -96,7 +98,8 @@ def attend(
     key_values: KeyValues,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, in the dtype of q, and lse, in the accumulate dtype, over visible keys and sinks.
+    """Return out, in the dtype of q, and lse, in the accumulate dtype, of a chunk's attention to
+    all visible keys and sinks.
 
     out is [B, C, H, Dv] in memory, so that out.transpose(1, 2) is contiguous.
     """
@@ -116,9 +119,8 @@ def attend_blocks(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse without sinks, before out is rounded. out of several blocks has the
-    accumulate dtype; with `narrow` it may be rounded with the last block. A query that sees no key
-    of this rank has out = 0 and lse = -inf."""
+    """Return out and lse of a chunk over its blocks of keys: without sinks, and before out is
+    rounded."""
     out, lse = _attend_own(call, q, k, v)
     if not call.fused and any(_visits(call)):
         # A chunk of one block needs no sum, hence no wider output. The narrow one is freed here.
@@ -135,10 +137,9 @@ def attend_earlier(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention to earlier keys into `attended`, which may change in place.
-
-    An out in the accumulate dtype needs no second, wider copy. `narrow` as in `attend_blocks`.
-    """
+    """Merge attention to earlier keys into `attended` (out, lse), which may change in place, and
+    return both. An out in the accumulate dtype needs no second, wider copy. `narrow` as in
+    `attend_blocks`."""
     joined, visits = _Joined(call, *attended), list(_visits(call))
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
@@ -166,8 +167,8 @@ def attend_backward(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return dq, dk, dv and d sinks of the chunk, all in the accumulate dtype; with `narrow`, dq
-    may be rounded to the dtype of q with its last part.
+    """Return the gradients of the chunk's q, k, v and sinks, in the accumulate dtype; with
+    `narrow`, dq may be rounded to the dtype of q with its last part.
 
     `attended` is the result of `attend`. dk and dv are gradients of the chunk's own keys; gradients
     of earlier keys go to `key_values.add_gradient`.
@@ -193,22 +194,24 @@ def attend_earlier_backward(
     attended: tuple[Tensor, Tensor],
     key_values: KeyValues,
 ) -> Tensor:
-    """Return dq from earlier keys alone, in the accumulate dtype. The keys' own gradients go to
-    `key_values.add_gradient`; `attended` covers all keys."""
+    """Return the part of dq (accumulate dtype) that comes from earlier keys alone. The gradients of
+    these keys go to `key_values.add_gradient`; `attended` covers all keys."""
     dq = _BlockSum(q, accumulate_dtype(q.dtype), call)
     _earlier_gradients(call, BackwardQueries(dout, q, *attended), key_values, dq)
     return dq.total().to(dq.dtype)
 
 
 class _Joined:
-    """A running merge into out and lse; kernels merge two parts of all queries at a time."""
+    """A running out and lse, into which the results of blocks are merged. Kernels merge two parts
+    of all queries at a time."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Merge a block's part; `last` is the dtype to which out may then be rounded."""
+        """Merge a block's out and lse; if it is the last block, out may be rounded to the dtype
+        `last`."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:
@@ -220,14 +223,15 @@ class _Joined:
         merge_(out, lse, *part, fused=self.call.fused)
 
     def finish(self, dtype: torch.dtype) -> None:
-        """Merge the waiting parts; out then has this dtype."""
+        """Merge the parts that still wait; out then has this dtype."""
         if self.waiting:
             self.out = merged(self.out, self.lse, self.waiting, dtype)
             self.waiting = []
 
 
 class _BlockSum:
-    """A sum of parts; a first part of full size becomes the sum without a copy.
+    """A sum of gradients from several blocks; a first part of full size becomes the sum without a
+    copy.
 
     Parts are new tensors of kernels, so the first may be added to. Kernels add two parts of full
     size at a time.
@@ -239,7 +243,8 @@ class _BlockSum:
         self.waiting: list[Tensor] = []
 
     def add(self, part: Tensor, rows: slice, start: int, *, last: bool = False) -> None:
-        """Add a part at these batch rows and at tokens from `start`; `last` may round the sum."""
+        """Add a block's gradient at these batch rows and from token `start` on; the `last` part may
+        round the sum to the inputs' dtype."""
         if self.sum is None and part.shape == self.like.shape:
             self.sum = part
             return
@@ -259,7 +264,7 @@ class _BlockSum:
             self.sum, self.waiting = added(self.sum, self.waiting, dtype), []
 
     def total(self) -> Tensor:
-        """Return the sum; zeros without parts."""
+        """Return the sum, or zeros if no part was added."""
         self._finish(self.dtype)
         if self.sum is None:
             return torch.zeros_like(self.like, dtype=self.dtype)
@@ -294,8 +299,8 @@ def _gradients(
     *,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of the visit's rows and keys, summed over its blocks. The visit's share of
-    dq is added to `dq`, which the `last` visit may round."""
+    """Return the sums of dk and dv over a visit's blocks. Its share of dq is added to `dq`, which
+    the `last` visit may round."""
     dk, dv = (_BlockSum(x[visit.rows], dq.dtype, call) for x in (keys, values))
     # A visit of several row ranges has all rows, so its rows count from 0.
     first_row = visit.rows.start
@@ -315,7 +320,7 @@ def _gradients(
 
 
 def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse over the chunk's own keys."""
+    """Return out and lse of a chunk's queries over the chunk's own keys alone."""
     blocks = _own_blocks(call)
     if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
         seen = _of_block(call, q, k, v, blocks[0], call.own_start)
@@ -354,13 +359,14 @@ def _of_block(
 
 
 def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
-    """Return the block's part of a tensor [B, H, C, ...] of the chunk's queries."""
+    """Return the rows and queries of a block from a tensor [B, H, C, ...] of the whole chunk."""
     first = call.q_start - block.shift
     return x[block.rows, :, block.q_start - first : block.q_stop - first]
 
 
 def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
-    """Return the block's part of a tensor [B, Hk, S, ...] of keys from token `first_key` on."""
+    """Return the rows and keys of a block from a tensor [B, Hk, S, ...] that begins at token
+    `first_key`."""
     return x[block.rows, :, block.k_start - first_key : block.k_stop - first_key]
 
 
@@ -370,8 +376,8 @@ def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
 
 
 def _visits(call: AttentionCall) -> Iterator[_Visit]:
-    """Yield visits of earlier keys in ascending order; blocks with overlapping key ranges share
-    one.
+    """Yield the reads of earlier keys that the chunk needs, in ascending order; blocks with
+    overlapping key ranges share a read.
 
     Blocks are cut on the grid of kv_block, so no visit crosses it, and each range is requested
     once, for all documents and tiles of windows that share it.

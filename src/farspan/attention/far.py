@@ -26,13 +26,14 @@ GivenSelector = Callable[..., Tensor]  # a user's, which chooses the far keys
 
 
 class FarAttention(Protocol[Keys]):
-    """The attention of one (layer, chunk), from its forward to its backward."""
+    """The attention of one cell (layer, chunk) to near keys and selected others, from its forward
+    to its backward."""
 
     def begin(self, keys: Keys) -> None:
-        """Prepare for `attend`: fetch what is known to be needed."""
+        """Prepare for `attend`: begin to fetch the far keys that are known to be needed."""
 
     def note(self, k: Tensor) -> None:
-        """Take note of the chunk's own k [C, B, Hk, D], which was just written to its buffer."""
+        """Record the chunk's own keys k [C, B, Hk, D], which were just written to their buffer."""
 
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
@@ -50,26 +51,30 @@ class FarAttention(Protocol[Keys]):
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` is q, k and v."""
+        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` holds q, k and
+        v."""
 
 
 class FarRun(Protocol[Keys]):
-    """The far attention of one run of a program."""
+    """Creates the far attention of each cell in one run of a program."""
 
     def cell(self, i: Forward) -> FarAttention[Keys] | None:
         """Return the far attention of a forward cell; None if its layer sees every key."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return the blocks of near keys among all `blocks` of a chunk at token `start`."""
+        """Return the blocks whose keys are near, among all blocks of the chunk that begins at token
+        `start`."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """The coverage of the cell that was watched, for which the CPU waits; None: none was."""
+        """The attention mass seen by the cell that was measured, for which the CPU waits; None if
+        none was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """Visible attention mass, over sampled queries and all heads; 1 if nothing is lost."""
+    """Shares of dense attention's mass that queries see, over sampled queries and all heads; 1: all
+    of it."""
 
     mean: float
     minimum: float
@@ -77,7 +82,7 @@ class Mass:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The attention mass that far attention of one cell sees (1: nothing is lost)."""
+    """The attention mass that one measured cell sees with far attention."""
 
     layer: int
     chunk: int

@@ -32,8 +32,8 @@ _PREFIXES = {"model": "model/", "optimizer": "optimizer/", "rng": "rng/00000/"}
 
 
 def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
-    """Return a checkpoint whose list has one of the earlier names. Raises UnsupportedError if it is
-    damaged; without `verify`, its files are not hashed."""
+    """Read the list of a checkpoint in one of the two earlier formats. Raises UnsupportedError if
+    it is damaged; without `verify`, its files are not hashed."""
     where = path / name
     listed = expect_json(where)
     if listed.get("format") != 1:
@@ -70,7 +70,7 @@ def _files_of(listed: Mapping[str, Any]) -> set[str]:
 
 
 def _boxes_in(path: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of a safetensors file, as its header lists them."""
+    """Return the tensors that a safetensors file's header lists, by name."""
     with readable(path), path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(size, 2**27)))

@@ -79,7 +79,8 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """A part of a tensor, and its bytes' place in a file; `xxh3` is None in verified files."""
+    """Where a file stores a box of a tensor, and the bytes' digest `xxh3`; None in files already
+    verified."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -90,7 +91,7 @@ class SavedBox:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A whole tensor, which its boxes cover."""
+    """A tensor in a checkpoint, as boxes that cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -99,7 +100,8 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """The contents of a checkpoint's list."""
+    """A checkpoint as its list describes it: the training state, and where each tensor is
+    stored."""
 
     path: Path
     list: str  # name of the list's file
@@ -108,7 +110,8 @@ class SavedCheckpoint:
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
-    """Return the result of `work`. Raises UnsupportedError on all ranks if `work` does on one."""
+    """Run `work` on every rank and return its result. Raises UnsupportedError on all ranks if it
+    does on one."""
     found, said = None, None
     try:
         found = work()
@@ -126,8 +129,9 @@ def together(world: DistributedContext, work: Callable[[], T]) -> T:
 def save_entries(
     path: Path, entries: Entries, state: Mapping[str, Any], world: DistributedContext
 ) -> None:
-    """Write a checkpoint of every rank's `entries` and the first rank's `state` (JSON). `path` is
-    on a file system that all ranks share; an earlier checkpoint of that name is replaced.
+    """Write a checkpoint from the tensors of all ranks (`entries`) and rank 0's training state
+    (JSON). `path` is on a file system that all ranks share; an earlier checkpoint of that name is
+    replaced.
 
     Raises WriteFailed on every rank if the write fails on one, which is named; `path` is then
     unchanged. If a rank dies, torch raises an error on the others within the group's timeout.
@@ -162,7 +166,8 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict[str, Any]]:
-    """Write and sync this rank's share, and return its boxes as the list has them."""
+    """Write and sync this rank's file, and return the boxes in it as entries of the checkpoint's
+    list."""
     share = sorted(_share(entries, world), key=lambda one: -entries[one[0]][0].itemsize)
     sizes = [prod(box.sizes) * entries[name][0].itemsize for name, box in share]
     starts = list(accumulate(sizes, initial=0))
@@ -196,14 +201,14 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in main memory."""
+    """View a contiguous tensor in main memory as bytes."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, ShardRegion]]:
-    """Return the boxes that this rank writes: each box is written by one of the ranks that hold it,
-    and ranks write about equally many bytes."""
+    """Return the boxes that this rank writes. One of the ranks that hold a box writes it, such that
+    all write about equally many bytes."""
     own = {
         _key(name, box.there): (name, box)
         for name, (tensor, place) in entries.items()
@@ -228,7 +233,7 @@ def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, Shard
 
 
 def _cut(box: ShardRegion, itemsize: int) -> Iterator[ShardRegion]:
-    """Yield the box in parts of whole rows, of at most BOX_BYTES each, or one row."""
+    """Yield a box as smaller boxes of whole rows, each of at most BOX_BYTES or one row."""
     if not box.sizes:
         yield box
         return
@@ -248,7 +253,8 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the list after all writes of all ranks, and publish the folder. Raises WriteFailed."""
+    """Write the checkpoint's list once all ranks have written, and rename the folder. Raises
+    WriteFailed."""
     named = {name: form for own in forms for name, form in own.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -267,7 +273,7 @@ def _finish(
 
 
 def _sum(listed: Mapping[str, Any]) -> str:
-    """Return the XXH3 of a list, independent of its file's formatting."""
+    """Return the XXH3 digest of a checkpoint's list, independent of the file's formatting."""
     return xxh3_64_hexdigest(json.dumps(listed, sort_keys=True).encode("utf-8"))
 
 
@@ -280,7 +286,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Return dtype and shape as text, such as `float32[8, 16]`."""
+    """Return a tensor's dtype and shape as text, such as `float32[8, 16]`."""
     return f"{_word(dtype)}{list(shape)}"
 
 
@@ -288,7 +294,7 @@ def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def read_list(path: Path) -> SavedCheckpoint:
-    """Read the list of the checkpoint in a folder, and check that its files exist and have the
+    """Read a checkpoint's list from its folder, and check that the files in it exist and have the
     right sizes. Raises UnsupportedError if it is damaged."""
     where = path / LIST
     listed = expect_json(where)
@@ -320,12 +326,14 @@ def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
 
 
 def is_name(file: object) -> bool:
-    """Return whether a value is the name of a file in a checkpoint, and no path."""
+    """Return whether a value from a list is a plain file name, which cannot lead outside the
+    folder."""
     return isinstance(file, str) and re.fullmatch(r"[A-Za-z0-9_-]+(\.[a-z]+)?", file) is not None
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape of a listed tensor. Raises KeyError, TypeError, ValueError."""
+    """Return the dtype and shape of a tensor in a list. Raises KeyError, TypeError or
+    ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")
@@ -336,7 +344,8 @@ def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
-    """Raise ValueError unless the boxes lie within a tensor and cover each element exactly once."""
+    """Raise ValueError unless the boxes lie within a tensor of `shape` and cover each element
+    exactly once."""
     for box in boxes:
         if any(type(number) is not int for number in (*box.offset, *box.shape)):
             raise ValueError(f"expected offset and shape of a box, got {box.offset}, {box.shape}")
@@ -356,8 +365,8 @@ def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
 
 
 def refuse_short(saved: SavedCheckpoint) -> None:
-    """Raise UnsupportedError if a file is missing, its size does not match its boxes, or two boxes
-    overlap in it."""
+    """Raise UnsupportedError if a file of a checkpoint is missing or does not have the size that
+    its boxes need, or if two boxes overlap in it."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for tensor in saved.tensors.values():
         for box in tensor.boxes:
@@ -383,8 +392,8 @@ def refuse_other_model(
     world: DistributedContext,
     any_dtype: bool = False,
 ) -> None:
-    """Raise NotDamaged on all ranks unless a checkpoint has the tensors of their `entries`, and no
-    others but those whose names begin with one of `unread`."""
+    """Raise NotDamaged on all ranks unless the checkpoint has exactly the tensors in the ranks'
+    `entries`; further ones may begin with a name in `unread`."""
     where = f"{saved.path / saved.list}: belongs to another model"
 
     def look() -> bool:
@@ -409,8 +418,8 @@ def refuse_other_model(
 
 
 def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedContext) -> None:
-    """Copy a checkpoint into every rank's `entries`, converted to their dtypes; each box that a
-    rank needs is read once, and hashed then.
+    """Copy a checkpoint into every rank's tensors `entries`, converted to their dtypes. Each box
+    that a rank needs is read once, and hashed as it is read.
 
     Raises UnsupportedError on every rank if a box is damaged, or a weight is not a number:
     `entries` then hold parts of the checkpoint, and must be overwritten or discarded.
@@ -441,7 +450,8 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box that a rank holds, by place in its tensor and in the box."""
+    """Yield the parts of a saved box that this rank needs, as regions of its tensor and of the
+    box."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)
@@ -457,7 +467,7 @@ def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
 
 @dataclass(frozen=True, slots=True)
 class _WantedBox:
-    """A saved box, and the parts of a live tensor to fill from it."""
+    """A saved box to read, and the parts of this rank's tensor to fill from it."""
 
     saved: SavedCheckpoint
     box: SavedBox
@@ -466,7 +476,8 @@ class _WantedBox:
     parts: list[ShardRegion]
 
     def copy(self, file: Any, rooms: local) -> None:
-        """Read the box into its place, or the thread's buffer. Raises UnsupportedError."""
+        """Read the box into the tensor, or into the thread's buffer and then the tensor. Raises
+        UnsupportedError."""
         dtype, first = self.saved.tensors[self.name].dtype, self.parts[0].of(self.live)
         straight = self.parts[0].sizes == self.box.shape and first.is_contiguous()
         straight = straight and (first.dtype, first.device.type) == (dtype, "cpu")
@@ -493,7 +504,7 @@ class _WantedBox:
         return room
 
     def _read(self, file: Any, memory: memoryview) -> bool:
-        """Read the box into memory, and return whether its digest matches."""
+        """Read the box's bytes into memory, and return whether their digest matches."""
         digest, at = xxh3_64(), 0
         while at < len(memory):
             read = os.preadv(file.fileno(), [memory[at : at + BLOCK]], self.box.start + at)
@@ -505,7 +516,7 @@ class _WantedBox:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor has NaN, by its maximum: one pass without a temporary."""
+    """Return whether a tensor contains NaN, by its maximum: one pass without a temporary."""
     if not tensor.is_floating_point():
         return False
     wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch does not compare 8-bit floats

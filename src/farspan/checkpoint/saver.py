@@ -82,7 +82,7 @@ _ADVICE = "move this folder away to resume from an older checkpoint, or start in
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """The progress of a run; with the seed it decides every batch that follows."""
+    """How far a run has come; together with the seed it decides every batch that follows."""
 
     step: int = 0  # updates done, skipped ones included
     tokens: int = 0  # tokens read in these updates
@@ -90,7 +90,7 @@ class TrainState:
 
 
 def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
-    """Return the progress that a checkpoint records. Raises UnsupportedError if it has none."""
+    """Read a run's progress from a checkpoint's state. Raises UnsupportedError if it is missing."""
     given: Any = state.get("position")
     whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
     if not whole or any(type(value) is not int or value < 0 for value in given.values()):
@@ -102,7 +102,7 @@ def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The progress, state and generators of a checkpoint. Raises UnsupportedError if a run cannot
+    """A checkpoint's progress, state and random generators. Raises UnsupportedError if a run cannot
     continue from them."""
 
     path: Path
@@ -133,14 +133,15 @@ class Restored:
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name of the checkpoint of a step."""
+    """Return the folder name for the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def latest_usable(
     paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
 ) -> Restored | None:
-    """Return `read`'s result for the latest checkpoint it accepts. Raises UnsupportedError."""
+    """Call `read` on the checkpoints, the latest first, and return its result for the first one it
+    accepts. Raises UnsupportedError if it accepts none."""
     problems: dict[str, UnsupportedError] = {}
     for path in reversed(paths):
         try:
@@ -161,8 +162,8 @@ def latest_usable(
 def open_checkpoint(
     path: Path, expected: Mapping[str, Any], world: DistributedContext
 ) -> SavedCheckpoint:
-    """Open a checkpoint of any format whose state has the `expected` values. Raises
-    UnsupportedError on all ranks."""
+    """Read the list of a checkpoint in any format, and check that its state has the `expected`
+    values. Raises UnsupportedError on all ranks."""
 
     def read() -> SavedCheckpoint:
         name = manifest_path(path).name
@@ -174,21 +175,22 @@ def open_checkpoint(
 
 
 def manifest_path(path: Path) -> Path:
-    """Return the file of a checkpoint that lists all others. Raises UnsupportedError if its folder
-    cannot be read."""
+    """Return the path of a checkpoint's list, whose name depends on the format. Raises
+    UnsupportedError if its folder cannot be read."""
     with readable(path):
         names = os.listdir(path)
     return path / next((name for name in (LIST, TENSORS, MANIFEST) if name in names), LIST)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints under a folder, the oldest first; other names belong to the user.
+    """Return a folder's checkpoints, the oldest first; folders with other names belong to the user.
     Raises UnsupportedError if the folder cannot be read."""
     return [path for path in named_checkpoints(folder) if not _is_in_the_way(path)]
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Return all paths with a checkpoint's name under a folder. Raises UnsupportedError."""
+    """Return the paths in a folder that have a checkpoint's name, whatever they are. Raises
+    UnsupportedError."""
     with readable(folder):
         try:
             names = os.listdir(folder)
@@ -198,7 +200,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
 
 
 def _is_in_the_way(path: Path) -> bool:
-    """Return whether a path with a checkpoint's name is known to be no folder. A path that cannot
+    """Return whether a path with a checkpoint's name is certainly not a folder. A path that cannot
     be examined is left for its reader to refuse."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
@@ -207,8 +209,8 @@ def _is_in_the_way(path: Path) -> bool:
 
 
 def _make_way(path: Path, kept: set[str]) -> None:
-    """Clean up the path of a checkpoint to be written. A checkpoint of the same step that is among
-    the `kept` is renamed, and removed from them. Raises WriteFailed."""
+    """Free the path of a checkpoint that is about to be written. An earlier checkpoint of the step
+    that is in `kept` is renamed and dropped from it. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
     if path.name in kept:
         _set_aside(path)
@@ -216,7 +218,7 @@ def _make_way(path: Path, kept: set[str]) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a path to an unused name, and return it. Raises WriteFailed."""
+    """Rename a path to an unused name, and return that. Raises WriteFailed."""
     names = (f"{path.name}{_ASIDE}{f'-{n}' if n > 1 else ''}" for n in count(1))
     free = (path.with_name(name) for name in names)
     place = next(place for place in free if not os.path.lexists(place))
@@ -225,8 +227,8 @@ def _set_aside(path: Path) -> Path:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if a checkpoint's state lacks an expected key, and NotDamaged if the
-    state belongs to another run."""
+    """Raise NotDamaged if a checkpoint's state belongs to another run, and UnsupportedError if it
+    lacks an expected key."""
     for key, value in expected.items():
         if key not in state:
             raise UnsupportedError(f"{path}: damaged: its {key} is missing")
@@ -254,14 +256,15 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
 
 
 def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the trained parameters, each under its first name, and the buffers that belong to the
-    weights. Frozen parameters come from the source of the model."""
+    """Return the tensors of a model that a checkpoint saves: trained parameters, each under its
+    first name, and buffers that belong to the weights. Frozen parameters come from the source of
+    the model."""
     own = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return {**own, **buffers_of(model)}
 
 
 def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the local buffers that belong to the weights."""
+    """Return this rank's part of the buffers that belong to the weights, by name."""
     kept = model.state_dict(keep_vars=True).keys()
     return {n: b for n, b in model.named_buffers() if n in kept and not b.is_meta}
 
@@ -269,8 +272,8 @@ def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
 def entries_of(
     model: Tensors, optimizer: Tensors, places: Mapping[str, ShardPlacement] | None = None
 ) -> Entries:
-    """Return the live tensors of a rank with their placements; `places` are those of parameters,
-    None: they are whole."""
+    """Return the tensors that this rank saves, each with its placement in the whole. `places` are
+    the placements of parameters; None: they are whole."""
     places = places or {}
 
     def place(tensor: Tensor, name: str) -> Any:
@@ -285,8 +288,7 @@ def entries_of(
 
 
 class Saver:
-    """Saves a run and resumes it: `entries` are the tensors of this rank. All ranks make the same
-    calls in the same order.
+    """Saves a run's checkpoints and resumes from them; `entries` are this rank's tensors.
 
     `gather` returns the whole weights on rank 0, and None on others, if ranks hold parts of them;
     without it every rank has all tensors whole, and rank 0 reads and writes for all.
@@ -322,14 +324,15 @@ class Saver:
         return self._restored(self._together(latest, "reading a checkpoint"))
 
     def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Restore this checkpoint, of any run. Raises UnsupportedError."""
+        """Restore a checkpoint of any run. Raises UnsupportedError."""
         read = partial(self._read, path, expected)
         restored = self._restored(self._together(read, "reading a checkpoint"))
         assert restored is not None
         return restored
 
     def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
-        """Write the checkpoint of `step`, whole or not at all; then `prune`. Raises WriteFailed."""
+        """Write the checkpoint of `step`, completely or not at all; then `prune`. Raises
+        WriteFailed."""
         path, own = folder / folder_name(step), {}
         for name in set(_generators(self._among).values()) & rng.keys():
             key = _own(self._among.number) + name.partition(":")[0]
@@ -342,9 +345,9 @@ class Saver:
         self._together(write, "writing a checkpoint")
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
-        """Keep the latest `keep` checkpoints up to `step`, and that of step `best`. If `step` is
-        now `saved`, also remove later ones: they were damaged, so this run resumed from before
-        them. Skipped checkpoints that may be whole stay. Raises WriteFailed."""
+        """Delete checkpoints up to `step`, except the latest `keep` and that of step `best`. If the
+        one of `step` was just `saved`, also delete later ones, from before this run resumed: they
+        were damaged. Skipped checkpoints that may be whole stay. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]
@@ -356,11 +359,11 @@ class Saver:
         self._world.run_on_rank0(remove)
 
     def weights(self) -> Tensors | None:
-        """Return the whole weights on rank 0, if the model itself does not have them; else None."""
+        """Return the whole weights on rank 0 if the model holds only parts of them; else None."""
         return None if self._gather is None else self._gather()
 
     def _together(self, work: Callable[[], T], what: str) -> T:
-        """Run the work on all ranks, or on rank 0 for all."""
+        """Run `work` on all ranks, or on rank 0 alone if it reads and writes for all."""
         if self._among is not self._world:
             return self._world.run_on_rank0(work, what)
         with activity(what):
@@ -373,8 +376,9 @@ class Saver:
         return restored
 
     def _read(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Copy a checkpoint into the entries, and the generators' states first; a rank that the
-        checkpoint lacks takes those of rank 0. Raises UnsupportedError on all ranks."""
+        """Copy a checkpoint into this rank's tensors, and the state of its generators; a rank that
+        the checkpoint lacks takes the generators of rank 0. Raises UnsupportedError on all
+        ranks."""
         world = self._among
         saved = open_checkpoint(path, expected, world)
         refuse_other_model(saved, self._entries, (RNG,), world)
@@ -410,8 +414,8 @@ def _own(number: int) -> str:
 
 
 def _generators(world: DistributedContext) -> dict[str, str]:
-    """Return the names of a rank's generators in a checkpoint, each with its name in the process.
-    For one process both were the same before version 0.2."""
+    """Return the names of a rank's random generators in a checkpoint, each with its name in the
+    process. For one process both were the same before version 0.2."""
     if world.device.type == "cpu":
         return {"cpu": "cpu"}
     gpu = f"cuda:{world.device.index or 0}"
@@ -419,7 +423,8 @@ def _generators(world: DistributedContext) -> dict[str, str]:
 
 
 def refuse_apart(folder: Path, world: DistributedContext) -> None:
-    """Raise UnsupportedError on all ranks if one does not see rank 0's files under `folder`."""
+    """Raise UnsupportedError on all ranks if one of them does not see the files of rank 0 under
+    `folder`."""
 
     def write() -> Path:
         path = folder / f"{PARTIAL}{secrets.token_hex(8)}"
@@ -446,7 +451,7 @@ CARD = "README.md"  # the model page on the hub
 
 
 def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of an exported folder's origin."""
+    """Return what an exported folder records about its origin: run, step and model."""
     return {
         **marks,
         "checkpoint": checkpoint.name,
@@ -457,7 +462,7 @@ def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
 def is_exported(
     checkpoint: Path, folder: Path, marks: Mapping[str, Any], note: Callable[[str], None]
 ) -> bool:
-    """Return whether `folder` was exported from this very checkpoint and is whole; a folder that
+    """Return whether `folder` already holds the whole export of this very checkpoint. A folder that
     has changed since is renamed, and `note` gets a message."""
     said = read_json(folder / SOURCE, files=dict) or {}
     files = said.pop(FILES, {})  # earlier versions wrote none
@@ -476,8 +481,8 @@ def is_exported(
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of an exported model's weights, their index and configuration; users may
-    edit the tokenizer's files."""
+    """Return the SHA-256 of an exported folder's weights, their index and configuration, by file;
+    users may edit the tokenizer's files."""
     named = [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]
     named += [p for p in (folder / "config.json", folder / ADAPTER_CONFIG) if p.is_file()]
     return {path.name: digest(path) for path in sorted(named)}
@@ -494,7 +499,7 @@ def export(
     card: str | None = None,
     save_index: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write `folder`, which `from_pretrained` reads, with the present weights of the model.
+    """Export the model's present weights to `folder`, which `from_pretrained` reads.
 
     `marks` record how it was trained; `weights` are the whole ones of a model that is sharded over
     ranks, `card` is its README, and `save_index` writes its index of keys. Raises WriteFailed.
@@ -525,7 +530,7 @@ def export(
 
 
 def _spare_what_is_theirs(folder: Path, new: Path, note: Callable[[str], None]) -> None:
-    """Rename a model's folder if it has files that no export wrote: they would be deleted."""
+    """Rename an exported folder if it contains a user's own files, so that they are not deleted."""
     if os.path.lexists(folder) and not folder.is_dir():
         theirs = [folder.name]
     else:
@@ -543,7 +548,7 @@ def _spare_what_is_theirs(folder: Path, new: Path, note: Callable[[str], None]) 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers, which would break farspan's own."""
+    """Hide the progress bars of transformers inside the block; they would break farspan's own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -557,7 +562,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] | None:
-    """Return the whole model's `state_dict()`, in main memory of rank 0; None on others. All ranks
+    """Return the whole model's `state_dict()` in main memory on rank 0; None on others. All ranks
     call it."""
     found: dict[str, Tensor] = {}
 
@@ -579,7 +584,7 @@ def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] |
 
 def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
     """Gather every weight of this rank's pipeline stage, one unit on the device at a time; all
-    ranks call it. `keep` is called on the stage's first rank alone."""
+    ranks call it. Only the stage's first rank calls `keep`, with each name and weight."""
     speaks = first_of_stage(sharded_model)
     for name, own in sharded_model.sharded.wholes():
         whole = own if sharded_model.tensor is None else sharded_model.tensor.whole(name, own)
@@ -588,12 +593,12 @@ def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], No
 
 
 def first_of_stage(sharded_model: ShardedModel) -> bool:
-    """Return whether this rank is the first of its pipeline stage."""
+    """Return whether this rank is the first in its pipeline stage."""
     return all(i == 0 for axis, i in sharded_model.ranks.rank.along.items() if axis != "pipeline")
 
 
 def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under every name: tied weights have several names and are one tensor."""
+    """Return weights under all their names: tied weights have several names for one tensor."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {name: found[named.get(name, name)] for name in model.state_dict(keep_vars=True)}

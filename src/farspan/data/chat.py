@@ -78,7 +78,7 @@ _NOT_KWARGS = ("messages", "conversation", TOOLS, "chat_template", "add_generati
 
 @cache
 def named_in(template: str) -> frozenset[str] | None:
-    """Find the names in a template: variables, attributes and keys.
+    """Return the names that a chat template uses: variables, attributes and keys.
 
     Returns:
         All of them, or None for a template that cannot be parsed, which rendering it reports.
@@ -95,8 +95,9 @@ def named_in(template: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ChatForm(Form):
-    """Messages with roles and contents, and the tools that may be called. In ShareGPT records they
-    have `from` and `value` instead, and a field `system` may hold the first message."""
+    """Reads records of messages with roles and contents, and of the tools that may be called.
+    ShareGPT records call them `from` and `value`, and a field `system` may hold the first
+    message."""
 
     field: str
     everything: bool  # train all turns, not only the assistant's
@@ -118,12 +119,12 @@ class ChatForm(Form):
         return self.columns
 
     def names(self, word: str) -> bool:
-        """Tell whether a template has this name of a variable, an attribute or a key."""
+        """Return whether a template uses this name, as a variable, an attribute or a key."""
         templates = (self.templates.default, self.templates.tool_use)
         return any((found := named_in(t)) is None or word in found for t in templates)
 
     def own_templates(self) -> tuple[str, ...]:
-        """List the templates that came with the tokenizer."""
+        """Return the chat templates that came with the tokenizer."""
         inner = self.templates.inner.chat_template
         return tuple(inner.values()) if isinstance(inner, dict) else (inner,) if inner else ()
 
@@ -155,7 +156,8 @@ class ChatForm(Form):
         return self.written(document, messages)
 
     def written(self, document: Document, messages: Sequence[Message]) -> Written:
-        """Write a conversation, its system message first, without training turns marked off."""
+        """Write a conversation as text, with a system message first, and return the text with its
+        trained spans. Turns whose marks say so are not trained."""
         unmarked, turns = take_marks(document, with_system(document, messages), self.everything)
         document, bare = self._prepared(document, unmarked)
         if self.everything:
@@ -170,18 +172,20 @@ class ChatForm(Form):
         return self._noted(written, bare)
 
     def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
-        """Note whether the contents themselves hold a sign that ends turns."""
+        """Return `written` with a note of whether a message's content contains a token that ends
+        turns."""
         said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
         held = any(sign in said for sign in (*self.stops, *self.marks))
         return replace(written, holds_sign=held)
 
     def template_says(self, document: Document) -> bool:
-        """Return whether the template marks the model's turns."""
+        """Return whether the template itself marks the model's turns."""
         return self.templates.marks(document.fields.get(TOOLS))
 
     def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
-        """Write a conversation and train the model's turns after the first `told` messages. Raises
-        UnsupportedError if there is no such turn, or a mark asks to train one of the prompt."""
+        """Write a conversation and train the model's turns after the first `told` messages, which
+        are the prompt. Raises UnsupportedError if there is no such turn, or a mark asks to train
+        one in the prompt."""
         if any(message.get(mark) for message in messages[:told] for mark in TURN_MARKS):
             raise UnsupportedError(
                 f"{document.place}: a mark asks to train a turn of the prompt, but only field "
@@ -219,7 +223,8 @@ class ChatForm(Form):
         return Written(text, spans, bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
-        """Return the messages of the record's field. Raises UnsupportedError if it has none."""
+        """Return the messages of a record. Raises UnsupportedError if its field holds no
+        messages."""
         given = field_of(document, self.field, self.key(self.field))
         whole = isinstance(given, Sequence) and not isinstance(given, str)
         needed = ("from", "value") if self.sharegpt else ("role",)
@@ -257,8 +262,8 @@ class ChatForm(Form):
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """Return the record's variables for the template. The template must name each one, except
-        empty ones: a table has all variables in each row."""
+        """Return the variables that a record passes to the template. The template must use each
+        one, except empty ones: a table has all variables in each row."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
         place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
         kwargs = read_object(given, place)
@@ -275,7 +280,8 @@ class ChatForm(Form):
     def _prepared(
         self, document: Document, messages: Sequence[Message]
     ) -> tuple[Document, Sequence[Message]]:
-        """Return the document with its tools parsed, and the messages in the template's form."""
+        """Return the document with its tools parsed, and the messages in the form that the template
+        takes."""
         tools = read_tools(document.fields.get(TOOLS), document.place)
         document = replace(document, fields={**document.fields, TOOLS: tools})
         kwargs = self._kwargs(document)
@@ -287,7 +293,7 @@ class ChatForm(Form):
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str
     ) -> tuple[tuple[int, int], ...]:
-        """Return the spans of characters that the model writes, one for each of its turns."""
+        """Return the spans of characters that the model writes, one per turn."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -318,7 +324,8 @@ class ChatForm(Form):
         return tuple(spans)
 
     def _begin(self, turn: "_Turn", probe: str) -> int | None:
-        """Return the place where the model begins its message; `probe` has a placeholder for it."""
+        """Return where in the text the model's turn begins; None if unknown. `probe` is the
+        conversation with a placeholder as the turn's content."""
         document, messages, number = turn.document, turn.messages, turn.number
         before = self._text(document, messages[:number], opened=True)
         # The sign may ask the model to think first, while earlier turns show no thought. The probe
@@ -334,9 +341,10 @@ class ChatForm(Form):
         return begin if turn.text.startswith(probe[:begin]) else None
 
     def _end(self, turn: "_Turn", probe: str, begin: int) -> int | None:
-        """Return the place where the turn that begins at `begin` ends. That is after the token that
-        stops generation, or after the template's mark of the end or of the next turn; else at the
-        end of the template's text for the turn. A sign within the content does not end it."""
+        """Return where in the text the model's turn ends, given where it begins. That is after the
+        token that stops generation, or after the template's mark of the end or of the next turn;
+        else at the end of the template's text for the turn. A sign within the content does not end
+        it."""
         document, messages, text = turn.document, turn.messages, turn.text
         _, found, behind = probe.rpartition(_NOWHERE)
         known = bool(found) and text.endswith(behind)
@@ -364,12 +372,13 @@ class ChatForm(Form):
         return end if follows[0]["role"] == ASSISTANT else end + len(self._sign_at(text, end))
 
     def _sign_at(self, text: str, place: int) -> str:
-        """Return the token at a place of a text that may end a turn; empty if there is none."""
+        """Return the token that may end a turn and stands at this place of a text; empty if none
+        does."""
         return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
 
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
-        """Return the token that ends the model's last turn. Some templates write it with the next
-        turn; the model is to write it."""
+        """Return the token that ends the model's last turn, for templates that write it only with
+        the next turn: the model must learn to write it."""
         try:
             more = self._text(document, [*messages, _next(messages)])
         except UnsupportedError:  # the template may expect other roles
@@ -377,7 +386,7 @@ class ChatForm(Form):
         return self._sign_at(more, len(text)) if more.startswith(text) else ""
 
     def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
-        """Write messages by the template; `opened` adds the sign that the model speaks next."""
+        """Write messages by the template; if `opened`, also the sign that the model speaks next."""
         tools, kwargs = document.fields.get(TOOLS), self._kwargs(document)
         write = partial(self.templates.write, messages, tools, kwargs, opened)
         return self._refusing(document, lambda: (write(), None))[0]
@@ -403,7 +412,7 @@ class ChatForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A message of the model, its conversation, and the conversation's text."""
+    """A turn of the model in a conversation, and the conversation's text."""
 
     document: Document
     messages: Sequence[Message]
@@ -411,20 +420,23 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the conversation with a placeholder as the message; `alone` ends it there."""
+        """Return the conversation with a placeholder as this turn's content; if `alone`, without
+        later messages."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
 def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """Return a placeholder that no record contains, as text or in parts like the other contents."""
+    """Return a placeholder that no record contains: a text, or parts if other contents are
+    parts."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 
 
 def _next(messages: Sequence[Message]) -> Message:
-    """Return a message that may follow the last one: the result of its tool call, or the user's."""
+    """Return a message that may follow the last one: a result of its tool call, or a user's
+    message."""
     content, calls = _nowhere(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
@@ -434,7 +446,8 @@ def _next(messages: Sequence[Message]) -> Message:
 
 
 def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> None:
-    """Raise UnsupportedError if a field `prompt` differs from the beginning of the messages."""
+    """Raise UnsupportedError if a record's field `prompt` differs from the beginning of its
+    messages."""
     prompt = document.fields.get(PROMPT)
     begin: object = next((m.get("content") for m in messages if m["role"] != SYSTEM), None)
     if isinstance(prompt, list):
@@ -447,7 +460,7 @@ def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> N
 
 
 def _refuse_answerer(document: Document, number: int, role: Any) -> None:
-    """Raise UnsupportedError for a role that names the assistant otherwise, such as `bot`."""
+    """Raise UnsupportedError for another name of the assistant's role, such as `bot`."""
     if str(role).strip().lower() in _ANSWERERS:
         raise UnsupportedError(
             f"{document.place}: message {number} has the role {role!r}, and only turns of the role "
@@ -457,8 +470,8 @@ def _refuse_answerer(document: Document, number: int, role: Any) -> None:
 
 
 def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | None) -> bool:
-    """Tell lists of messages from texts. Raises UnsupportedError for one of each, and for messages
-    without a template to write them."""
+    """Return whether values are lists of messages rather than texts. Raises UnsupportedError for
+    one of each, and for messages without a template to write them."""
     texts = [isinstance(field_of(document, name, "data.format"), str) for name in names]
     if any(texts) != all(texts):
         raise UnsupportedError(
@@ -479,7 +492,7 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
 
 
 def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -> Collection[str]:
-    """List the fields that are read: more for messages than for texts."""
+    """Return the names of the fields that a form reads: more for messages than for texts."""
     if chat is None or isinstance(document.fields.get(names[0]), str):
         return names
     return {*names, *({TOOLS, SYSTEM, TEMPLATE_KWARGS} & set(chat.reads(document)))}
@@ -487,8 +500,8 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class PromptForm(Form):
-    """A prompt and its completion, as texts or as messages. The prompt is trained only if
-    `everything` is set."""
+    """Reads records of a prompt and its completion, as texts or as messages. The prompt is trained
+    only if `everything` is set."""
 
     prompt: str
     completion: str
@@ -542,9 +555,9 @@ class PromptForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class PreferenceForm(Form):
-    """Two answers to one prompt, each a document that begins with the prompt: chosen and rejected.
-    Texts are used as they are; the chat template writes messages. Instead of in a field of its own,
-    the prompt may be at the beginning of both answers."""
+    """Reads records of a chosen and a rejected answer to one prompt, as two documents that each
+    begin with the prompt. Texts are used as they are; the chat template writes messages. Instead of
+    in a field of its own, the prompt may be at the beginning of both answers."""
 
     chat: ChatForm | None  # None: the tokenizer has no template
 
@@ -601,7 +614,7 @@ class PreferenceForm(Form):
         ]
 
     def _asked(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """Return the message that a prompt as text adds to the messages that both answers share."""
+        """Return a prompt that is a text as the user's message to put before the answers."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []
@@ -617,7 +630,7 @@ class PreferenceForm(Form):
 
 
 def _shared(one: str, other: str) -> int:
-    """Return the number of leading characters that two texts share."""
+    """Return the length of the longest common beginning of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -31,7 +31,7 @@ _NO_FIELD = {
 
 
 class SourceKind(StrEnum):
-    """Form in which documents are read."""
+    """How documents are read from a source."""
 
     AUTO = "auto"  # files by their suffixes, other paths as data sets of the hub
     STDLIB = "stdlib"  # sources of the running Python, each file a document
@@ -41,12 +41,13 @@ class SourceKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "SourceKind | None":
-        """Return `auto` for the name of a format that files are known by."""
+        """Accept the name of a file format that `auto` would detect, such as `parquet`, as
+        `auto`."""
         return cls.AUTO if value in ("parquet", "arrow", "csv", "json") else None
 
 
 class RecordFormat(StrEnum):
-    """Contents of a JSON line or of a dataset's row."""
+    """What the fields of a record mean, in a JSON line or in a row of a dataset."""
 
     TEXT = "text"  # one text, trained as a whole
     CHAT = "chat"  # messages, as the tokenizer's chat template writes them
@@ -58,21 +59,21 @@ class RecordFormat(StrEnum):
 
 
 class Loss(StrEnum):
-    """Tokens to train in a chat, or in a prompt with its completion."""
+    """Which tokens are trained, in chats and in prompts with completions."""
 
     ANSWERS = "answers"
     ALL = "all"
 
 
 class PackingKind(StrEnum):
-    """Packing of documents into sequences of one length."""
+    """How documents are packed into sequences of one length."""
 
     WHOLE = "whole"  # best fit: divides only documents longer than a sequence; some padding
     CUT = "cut"  # end to end, cut when a sequence is full; no padding
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the suffix that tells a file's contents, in lower case: `.jsonl` for `a.JSONL.gz`."""
+    """Return the suffix that names a file's format, in lower case: `.jsonl` for `a.JSONL.gz`."""
     name = Path(path).name.lower()
     for end in _COMPRESSED:
         name = name.removesuffix(end)
@@ -88,7 +89,7 @@ def _is_day(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """Documents, the parts to train, and the documents to hold out.
+    """Where documents come from, which parts to train, and which documents to hold out.
 
     `path` is a file, a folder (every file below it whose name does not start with a dot), a glob
     such as `corpus/**/*.txt`, or the name of a data set on the hub. Without one, the documents are
@@ -149,11 +150,11 @@ class SourceConfig:
             raise UnsupportedError("held_out: give this fraction or held_out_path/_split, not both")
 
     def window_bytes(self) -> int:
-        """Return the bytes of text that a stream reads at a time."""
+        """Return how many bytes of text a stream reads at a time."""
         return read_bytes(WINDOW if self.window is None else self.window, "window")
 
     def _check_source(self) -> None:
-        """Refuse keys that the source does not use."""
+        """Raise UnsupportedError for keys that this kind of source does not use."""
         if self.window is not None and not self.streaming:
             raise UnsupportedError(
                 "window: only a stream is read in windows; set streaming to true, or leave it out"
@@ -178,18 +179,19 @@ class SourceConfig:
             )
 
     def origin(self) -> str:
-        """Return the source in words."""
+        """Return a description of where the documents come from."""
         return f"source '{SourceKind.STDLIB if self.path is None else self.source}'"
 
     def _may_have_splits(self) -> bool:
         return self.path is not None and self.source in (SourceKind.AUTO, SourceKind.DATASET)
 
     def has_fields(self) -> bool:
-        """Return whether documents may be records with fields; text files have no fields."""
+        """Return whether the documents may be records with fields, unlike text files."""
         return self.path is not None and self.source is not SourceKind.TEXT
 
     def _check_format(self) -> None:
-        """Refuse a format without records, and keys that the format does not use."""
+        """Raise UnsupportedError for a format if there are no records, and for keys that the format
+        does not use."""
         kind = self.format
         if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
@@ -216,20 +218,21 @@ class SourceConfig:
             raise UnsupportedError(f"loss: format {kind} trains only answers; leave loss out")
 
     def on_hub(self) -> bool:
-        """Return whether `path` names a data set of the hub: neither a local path nor a file."""
+        """Return whether `path` names a data set on the hub rather than a local path."""
         named = self.path is not None and suffix_of(self.path) not in SUFFIXES
         here = self.path is None or Path(self.path.partition("/")[0]).is_dir()
         rows = self.source is SourceKind.DATASET or (self.source is SourceKind.AUTO and not here)
         return named and rows and is_on_hub(str(self.path))
 
     def held_out_elsewhere(self) -> bool:
-        """Return whether evaluation reads separate documents."""
+        """Return whether evaluation has documents of its own, rather than a share of the training
+        data."""
         return self.held_out_path is not None or self.held_out_split is not None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSource(SourceConfig):
-    """A source among several, and its share of their mixture."""
+    """One of several sources, with its share of the training tokens."""
 
     weight: float = 1.0  # share of the tokens, relative to the sum of all weights
 
@@ -241,7 +244,7 @@ class WeightedSource(SourceConfig):
 
 @dataclass(frozen=True, slots=True)
 class DataConfig(SourceConfig):
-    """Documents of one or several sources, their tokenizer, and how they become sequences."""
+    """The data of a run: one or several sources, the tokenizer, and the packing into sequences."""
 
     packing: PackingKind = PackingKind.WHOLE
     tokenizer: str | None = None  # `bytes`, a folder or a name on the hub; null: the model's own
@@ -268,11 +271,11 @@ class DataConfig(SourceConfig):
                 )
 
     def has_records(self) -> bool:
-        """Return whether any source has records, which chat templates may write."""
+        """Return whether any source may have records, which chat templates may write."""
         return any(source.has_fields() for source, _ in self.each())
 
     def each(self) -> tuple[tuple["DataConfig", float], ...]:
-        """Return every source as if it were the only one, and its weight."""
+        """Return each source's configuration, as if it were the only one, with its weight."""
         if self.sources is None:
             return ((self, 1.0),)
         names = [field.name for field in fields(SourceConfig)]
@@ -298,7 +301,7 @@ _NOT_HERE = {
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """Loss that a run trains, and the model that it compares with."""
+    """The loss that a run trains, and the model that it compares with."""
 
     kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
     beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
@@ -344,25 +347,24 @@ class LossConfig:
 
     @property
     def paired(self) -> bool:
-        """True if the loss compares pairs of answers."""
         return self.kind in _PAIRED
 
     def describe(self) -> str:
-        """Return the loss in words, for the lines that open a run."""
+        """Return a description of the loss for the first lines of a run's output."""
         other = f", reference {self.compared()}" * (self.compared() is not Reference.NONE)
         if self.teacher is not None:
             other = f" from the {self.top_k} likeliest ids of {self.teacher}"
         return f"{self.kind}{other}"
 
     def compared(self) -> Reference:
-        """Return the reference that the policy is compared with."""
+        """Return which reference model the loss compares the policy with."""
         if self.kind not in (LossKind.DPO, LossKind.IPO):
             return Reference.NONE
         return self.reference or Reference.STORED
 
     def planned(self) -> Objective:
-        """Return the objective for the planner, to which a teacher is a copy of the model that
-        every step evaluates."""
+        """Return the objective to plan for; a teacher counts as a copy of the model that every step
+        evaluates."""
         teaches = self.kind is LossKind.DISTILL
         reference = Reference.FROZEN if teaches else self.compared()
         return Objective(self.kind, reference, self.top_k if teaches else 1)

@@ -87,7 +87,8 @@ _PACKED = "2"  # rises whenever the same documents give other sequences
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """Documents to train on, optional documents to evaluate on, and the form that reads both."""
+    """A source's documents to train on, optional documents to evaluate on, and the form that reads
+    them."""
 
     config: DataConfig  # with the recognised format
     form: Form
@@ -96,8 +97,9 @@ class OpenedSource:
 
 
 def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
-    """Open the documents of a source. Raises UnsupportedError if a path matches nothing, a file is
-    in both parts, or the format is unknown."""
+    """Open a source's files or dataset, and detect the format of its records. Raises
+    UnsupportedError if a path matches nothing, training and evaluation share a file, or the format
+    is unknown."""
     if config.path is None:
         return OpenedSource(
             config, open_form(config, tokenizer), DataFiles(stdlib_files(), SourceKind.TEXT)
@@ -128,7 +130,8 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """Return the form that reads records. Raises UnsupportedError if the tokenizer cannot."""
+    """Return the form that reads a source's records. Raises UnsupportedError if it does not work
+    with this tokenizer."""
     everything = config.loss is Loss.ALL
     has_template = config.chat_template is not None or (
         isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
@@ -184,7 +187,7 @@ def _refuse_slow(tokenizer: Tokenizer) -> None:
 
 
 def refuse_shared(train: Source, held_out: Source) -> None:
-    """Raise UnsupportedError if documents are in both sources."""
+    """Raise UnsupportedError if the same documents are to be trained and held out."""
     other = {str(entry) for entry in held_out.listing()}
     shared = [entry for entry in train.listing() if str(entry) in other]
     if shared:
@@ -196,8 +199,8 @@ def refuse_shared(train: Source, held_out: Source) -> None:
 
 
 def settle(config: DataConfig) -> DataConfig:
-    """Return the configuration with its kind of source resolved from its path. Paths of files
-    override a source `dataset`."""
+    """Return the configuration with its kind of source determined from the path. If the path names
+    files, they are read as files even if the configuration says `dataset`."""
     path = str(config.path)
     place = Path(path).expanduser()
     if config.on_hub() or any((place / name).is_file() for name in SAVED):
@@ -226,8 +229,8 @@ def settle(config: DataConfig) -> DataConfig:
 
 
 def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
-    """Refuse files that contradict `data.source`: only records for text, or a table for text, or a
-    table or cells for JSON lines."""
+    """Raise UnsupportedError if `data.source` contradicts the files: text, but all are records or
+    one is a table; or JSON lines, but one is a table or CSV."""
     held = [SUFFIXES.get(suffix_of(file), "text") for file in files]
     other = ("table", "csv") if kind is SourceKind.JSONL else ("table",)
     wrong = [file for file, own in zip(files, held, strict=True) if own in other]
@@ -241,7 +244,8 @@ def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
 
 
 def _data_of(files: tuple[Path, ...], place: Path) -> tuple[Path, ...]:
-    """Return the data files of a folder by their suffixes, without pages about its records."""
+    """Return the data files in a folder, by their suffixes; pages about the data, such as a README,
+    are left out if there are records."""
     if not place.is_dir():
         return files
     data = tuple(file for file in files if suffix_of(file) in SUFFIXES)
@@ -267,7 +271,8 @@ def _refuse_unknown(files: tuple[Path, ...], field: str) -> None:
 
 
 def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
-    """Refuse a folder whose file names tell training data from evaluation data."""
+    """Raise UnsupportedError for a folder whose file names say that some are for training and
+    others for evaluation."""
     records = [file for file in files if SUFFIXES[suffix_of(file)] != "text"]
     names = {file: str(file.relative_to(place)) if place.is_dir() else "" for file in records}
     train, held = ([f for f, n in names.items() if pattern.search(n)] for pattern in _SPLITS)
@@ -281,7 +286,7 @@ def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
 
 def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig:
     """Return the configuration with the format of the first record. Raises UnsupportedError if
-    another file has another format."""
+    another file's first record has another format."""
     if isinstance(train, DatasetRows):
         first = next(train.documents(), None)
         return config if first is None else recognise(config, first)
@@ -321,7 +326,7 @@ def _open(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One source of the data."""
+    """One source of a corpus, tokenized and packed."""
 
     opened: OpenedSource
     recognised: bool  # format known by the fields, not from the run file
@@ -346,7 +351,7 @@ class Corpus:
     trained: float  # share of all tokens
 
     def describe(self, context: int) -> list[str]:
-        """Return the lines about the data that open a run."""
+        """Return the lines about the data that a run prints first."""
         kept, held_out = self.train.kept, self.held_out
         mostly = f", {self.trained:.1%} of them trained" if self.trained < 1.0 else ""
         sequences, until = kept.sequences, "an epoch"
@@ -384,18 +389,20 @@ class Corpus:
         return lines
 
     def streams(self) -> list[Stream]:
-        """Return the sources that are read window by window, in order."""
+        """Return the sources that are read window by window, in the order of sources."""
         return [part.train for part in self.parts if isinstance(part.train, Stream)]
 
     def sequences_per_epoch(self) -> int | None:
-        """Return the sequences until every document was read; None if a stream's end is unknown."""
+        """Return the number of sequences until every document was read; None if a stream's end is
+        not known yet."""
         if self.streams() or isinstance(self.train, Stream):
             return None
         return self.train.sequences_per_epoch()
 
     def read_ahead(self, check: Callable[[OpenedSource, TokenStore], None]) -> None:
-        """Let streams read the next window while training uses another. `check` raises
-        UnsupportedError for a window that the model cannot take, before its first step."""
+        """Let streams read their next window in a thread while training uses another. `check`
+        raises UnsupportedError for a window that the model cannot take; it is called before the
+        window's first step."""
         for part in self.parts:
             if isinstance(part.train, Stream):
                 part.train.check = partial(check, part.opened)
@@ -445,7 +452,7 @@ class Corpus:
 
     @property
     def paired(self) -> bool:
-        """True if all documents are pairs."""
+        """True if all documents are pairs of answers."""
         return all(part.stores[0].middles is not None for part in self.parts)
 
     def _describe_pairs(self) -> Iterator[str]:
@@ -494,7 +501,8 @@ def open_corpus(
 
 @contextmanager
 def _naming(number: int | None) -> Iterator[None]:
-    """Name keys of the run file in errors as those of the source at `number`, unless None."""
+    """Inside the block, name the keys of source `number` in errors; None: leave errors as they
+    are."""
     try:
         yield
     except UnsupportedError as error:
@@ -563,8 +571,8 @@ def _open_part(
 
 
 def _divide(config: DataConfig, seed: int, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents to train on and those held out. Raises UnsupportedError if none is left
-    to train on."""
+    """Return the documents to train on and the documents held out. Raises UnsupportedError if none
+    is left to train on."""
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise UnsupportedError(
@@ -582,7 +590,8 @@ def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
 
 
 def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
-    """Combine the held-out parts, weighted by tokens so that each sequence is read once."""
+    """Combine the held-out documents of all sources, weighted by tokens so that each sequence is
+    read once."""
     return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
 
 
@@ -603,7 +612,7 @@ def _pack(
     context: int,
     seed: int,
 ) -> Packing:
-    """Pack documents into sequences; `source` is the key of the run file that they come from."""
+    """Pack a source's documents into sequences; `source` is its key in the run file, for errors."""
     if store.middles is not None:
         _refuse_cut(store, documents, source, kind, context)
     if kind is PackingKind.CUT:
@@ -626,7 +635,8 @@ def _pack(
 def _refuse_cut(
     store: TokenStore, documents: np.ndarray, source: str, kind: PackingKind, context: int
 ) -> None:
-    """Raise UnsupportedError if a pair would be divided: its answers are compared."""
+    """Raise UnsupportedError if a pair of answers would be cut into pieces: the loss compares the
+    whole answers."""
     if kind is PackingKind.CUT:
         raise UnsupportedError("data.packing: cut would divide pairs; set it to whole")
     lengths = np.diff(store.starts)[documents]
@@ -641,7 +651,8 @@ def _refuse_cut(
 
 
 def _check_disjoint(parts: list[Part]) -> None:
-    """Check the last part against all parts. Raises UnsupportedError if documents are shared."""
+    """Raise UnsupportedError if the last source shares documents with an earlier one, or its
+    held-out part."""
     last = parts[-1]
     for part in parts:
         trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]
@@ -684,7 +695,7 @@ def _describe_files(part: Part) -> Iterator[str]:
 
 
 def _counts(counts: Counter[str]) -> str:
-    """List the most frequent names with their counts, and the number of all others."""
+    """Return text with the most frequent names, their counts, and the number of all others."""
     most = counts.most_common(_MOST_KINDS)
     others = counts.total() - sum(number for _, number in most)
     return ", ".join(f"{number:,} {name}" for name, number in most) + (
@@ -699,7 +710,7 @@ def _describe_day(form: Form) -> Iterator[str]:
 
 
 def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
-    """Say how the trained turns end, and whether generation stops there."""
+    """Return lines that say how trained turns end, and whether generation stops there."""
 
     def shown(ids: Iterable[int]) -> list[str]:
         return [_short(tokenizer.decode(np.asarray([number]))) for number in ids]
@@ -736,8 +747,8 @@ _PARTS = 40  # most parts of a document
 
 
 def show_sequence(batch: PackedBatch, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a line for each document of the first sequence, and one for each trained or untrained
-    run of its tokens. The first token of a document is untrained, whatever its label."""
+    """Yield lines that show the first sequence: one per document, and one per run of trained or
+    untrained tokens. A document's first token is untrained, whatever its label."""
     marks = batch.document_ids[0]
     for number, name in enumerate(batch.names[0]):
         tokens = np.flatnonzero(marks == number)

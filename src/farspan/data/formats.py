@@ -108,8 +108,8 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Return whether a field says nothing about the trained parts. Lists of numbers may always say
-    it, and so may objects that have a mask, labels or weights."""
+    """Return whether a field has no influence on what should be trained. Lists of numbers may
+    always have, and so may objects with a mask, labels or weights."""
     if isinstance(value, Mapping):
         words = {word for key in value for word in str(key).lower().split("_")}
         says = bool(words & _IN_TRAINING)
@@ -119,13 +119,13 @@ def is_harmless(name: str, value: object) -> bool:
 
 
 def is_media(name: str) -> bool:
-    """Return whether a field's name says that it holds images, audio or video."""
+    """Return whether a field's name suggests images, audio or video."""
     return bool(_MEDIA.intersection(name.lower().replace(".", "_").split("_")))
 
 
 @dataclass(slots=True)
 class Fields:
-    """Fields of records while they are read: those dropped, and those that the form does not read.
+    """Selects the fields of records that the form reads, and collects those that nothing reads.
 
     Args:
         form: reads the records.
@@ -144,7 +144,7 @@ class Fields:
         self.ignored = set(self.dropped)
 
     def documents(self, given: Iterable[Document]) -> Iterator[Document]:
-        """Yield each record with the fields that are read.
+        """Yield each record with only the fields that are read.
 
         Raises:
             UnsupportedError: some fields are not read; the error names and counts all.
@@ -195,7 +195,7 @@ class Fields:
         prefix: str,
         unread: set[str],
     ) -> dict[str, Any]:
-        """Keep the fields that are read, and note the others."""
+        """Return the fields that are read, and note the others as ignored, harmless or unread."""
         kept = {}
         for name, value in given.items():
             if prefix + name in self.ignore:
@@ -233,7 +233,7 @@ class Fields:
 
 
 def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
-    """Refuse to ignore a field that no record has.
+    """Raise UnsupportedError if the user ignores a field that no record has.
 
     Raises:
         UnsupportedError: a name in `ignore` is not among the fields `seen`.
@@ -258,7 +258,8 @@ MARKS = {
 
 
 def recognise(config: DataConfig, document: Document) -> DataConfig:
-    """Return the configuration with the format of the first document, if the run file names none.
+    """Return the configuration with the format that the first document's fields suggest, unless the
+    run file names one.
 
     Raises:
         UnsupportedError: the fields fit no format, or several.
@@ -310,7 +311,7 @@ def _forms_with(names: Collection[str]) -> list[RecordFormat]:
 
 
 def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
-    """List the fields that this format does not read and that are not harmless."""
+    """Return the fields of a record that the format does not read and that are not harmless."""
     return [
         name
         for name, value in fields.items()
@@ -329,7 +330,7 @@ def _has_roles(messages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextForm(Form):
-    """A form with one field of text, trained as a whole."""
+    """Reads records with one field of text, all of which is trained."""
 
     field: str
 
@@ -367,8 +368,8 @@ _ALPACA_WITH_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class AlpacaForm(Form):
-    """Instruction, optional input and output, in the prompt of Stanford Alpaca. The prompt is
-    trained only if `everything` is set."""
+    """Reads records with an instruction, optional input, and output, and writes Stanford Alpaca's
+    prompt. The prompt is trained only if `everything` is set."""
 
     everything: bool
 
@@ -398,8 +399,8 @@ class AlpacaForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class TokensForm(Form):
-    """Token ids with optional labels and masks for training, an attention mask for padding at the
-    ends, and positions or lengths for the borders of documents in a packed row."""
+    """Reads records of token ids, with optional labels and masks for training, an attention mask
+    for padding at the ends, and positions or lengths that separate documents in a packed row."""
 
     columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
     masked: ClassVar[bool] = True
@@ -459,7 +460,8 @@ class TokensForm(Form):
 
 
 def _of_each(document: Document, name: str, values: np.ndarray, tokens: int) -> np.ndarray:
-    """Return the values. Raises UnsupportedError unless there is one for each token."""
+    """Return a field's values as an array. Raises UnsupportedError unless there is one per
+    token."""
     if len(values) != tokens:
         raise UnsupportedError(
             f"{document.place}: field {name!r} has {len(values)} entries for {tokens} input_ids; "
@@ -480,8 +482,8 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
 
 
 def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
-    """Mark the first token of each document among the tokens `own`: [tokens] bool. Fields that give
-    the borders must agree."""
+    """Return which tokens in the slice `own` begin a document, bool [tokens]. All fields that tell
+    must agree."""
     count = own.stop - own.start
     by_field: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
@@ -522,7 +524,8 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
 
 
 def field_of(document: Document, field: str, key: str) -> Any:
-    """Return a record's `field`; if missing, raise UnsupportedError naming the key `key`."""
+    """Return a record's `field`. If it is missing, raise UnsupportedError with the run file's key
+    `key`."""
     value = document.fields.get(field)
     if value is None and field in document.fields:
         raise UnsupportedError(
@@ -537,7 +540,8 @@ def field_of(document: Document, field: str, key: str) -> Any:
 
 
 def text_of(document: Document, field: str, key: str) -> str:
-    """Return a record's text. Raises UnsupportedError if it is no text or invalid Unicode."""
+    """Return a record's text. Raises UnsupportedError if it is not a text or has invalid
+    Unicode."""
     text = field_of(document, field, key)
     if not isinstance(text, str):
         raise UnsupportedError(
@@ -553,7 +557,7 @@ def text_of(document: Document, field: str, key: str) -> str:
 
 
 def _own(document: Document, tokens: int) -> slice:
-    """Return the range of tokens without the padding at the ends."""
+    """Return the slice of tokens without the padding at both ends."""
     mask = _of_each(document, MASK, _whole_numbers(document, MASK), tokens)
     if not np.isin(mask, (0, 1)).all():
         raise UnsupportedError(
@@ -589,7 +593,7 @@ ASSISTANT = "assistant"
 def take_marks(
     document: Document, messages: Sequence[Message], everything: bool
 ) -> tuple[list[Message], tuple[bool, ...] | None]:
-    """Remove the marks from messages that say whether a turn is trained.
+    """Remove from messages the marks that say whether a turn is trained, and return both.
 
     Args:
         document: the record, for the words of errors.
@@ -628,7 +632,7 @@ def take_marks(
 
 
 def with_system(document: Document, messages: Sequence[Message]) -> Sequence[Message]:
-    """Put the record's field `system` before the messages.
+    """Return the messages with the record's field `system` as the first message.
 
     Raises:
         UnsupportedError: they begin with another system message.

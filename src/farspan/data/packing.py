@@ -16,7 +16,7 @@ from farspan.data.token_cache import TokenStore
 
 
 class Draw(IntEnum):
-    """Independent streams of random numbers, one for each purpose."""
+    """Purposes of random numbers; each has a generator of its own."""
 
     SPLIT = 0
     SHUFFLE = 1
@@ -31,7 +31,7 @@ class Draw(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DocumentPiece:
-    """Tokens `start` to `stop` of one document, as placed in a sequence."""
+    """Tokens [start, stop) of one document, placed in a sequence."""
 
     document: int  # index in the store
     start: int
@@ -40,7 +40,8 @@ class DocumentPiece:
 
 @dataclass(frozen=True, slots=True)
 class PackingStats:
-    """Counts of an epoch: sequences, documents, tokens, and the cost of the layout."""
+    """Counts for an epoch: sequences, documents, tokens, and what packing cuts, pads and leaves
+    out."""
 
     sequences: int
     documents: int
@@ -69,7 +70,7 @@ class PackedBatch:
 
 
 class Packing:
-    """Sequences of `context` tokens from the documents that a layout places."""
+    """Documents packed into sequences of `context` tokens, read by index."""
 
     def __init__(self, store: TokenStore, layout: "SequenceLayout", context: int) -> None:
         self._store = store
@@ -81,17 +82,20 @@ class Packing:
         self._padded = min(_PADDED, store.longest())
 
     def sequences_per_epoch(self) -> int:
-        """Return the sequences that contain every token once."""
+        """Return the number of sequences that contain every token once."""
         return self._layout.sequences
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return sequences by index, `[len(indices), context]`."""
+        """Return the sequences with these indices, `[len(indices), context]`."""
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int, shorten: bool = True) -> PackedBatch:
-        """Return sequence `index` of the first epoch, `[1, context]`. All sequences have one
-        length, so one program and one set of kernel plans serve them. With `shorten`, the only
-        sequence ends with its documents."""
+        """Return sequence `index` of the first epoch, `[1, context]`, without tokens of the next
+        epoch.
+
+        All sequences have one length, so one program and one set of kernel plans serve them. With
+        `shorten`, an only sequence ends with its documents.
+        """
         pieces = self._layout.once(index)
         alone = shorten and self._layout.sequences == 1
         length = sum(p.stop - p.start for p in pieces) if alone else self._context
@@ -117,11 +121,11 @@ class Packing:
         return PackedBatch(ids, labels, marks, names, tokens, pairs if paired else ())
 
     def documents(self) -> int:
-        """Return the number of documents in the data, or of pairs."""
+        """Return the number of documents, or of pairs of answers."""
         return self._store.documents()
 
     def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
-        """Return the starts of documents in a piece."""
+        """Return the tokens of a piece at which documents begin."""
         if self._store.middles is None:
             return (0,)
         start = self._store.starts[piece.document]
@@ -132,7 +136,7 @@ class Packing:
         return (name,) if self._store.middles is None else (f"{name} chosen", f"{name} rejected")
 
     def _read(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and labels, int64."""
+        """Return the ids and labels of a piece, int64."""
         base = int(self._store.starts[piece.document])
         tokens, trained = self._store.read(base + piece.start, base + piece.stop)
         ids = tokens.astype(np.int64)
@@ -140,24 +144,25 @@ class Packing:
 
 
 class Sequences(Protocol):
-    """Sources of sequences that a mixture combines: packings and streams."""
+    """Sequences that a mixture can combine: a packing's or a stream's."""
 
     @property
     def kept(self) -> PackingStats:
-        """Counts of an epoch, or of a stream's first window."""
+        """Counts for an epoch, or for a stream's first window."""
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return sequences by index, `[len(indices), context]`."""
+        """Return the sequences with these indices, `[len(indices), context]`."""
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index` of the first epoch."""
+        """Return sequence `index` of the first epoch, `[1, context]`."""
 
     def documents(self) -> int:
         """Return the number of documents known so far."""
 
 
 class Mixture:
-    """Sequences of several packings, mixed so that each has its weight's share of the tokens.
+    """Sequences of several packings, mixed so that each packing's share of the tokens is its
+    weight.
 
     Each sequence is from one packing. The k-th sequence of packing p is due at (k + 1/2) / rate(p),
     where a rate is proportional to the weight over the mean tokens of a sequence. Invariant:
@@ -177,19 +182,20 @@ class Mixture:
         self.kept = PackingStats(**{n: sum(getattr(k, n) for k in kept) for n in names})
 
     def sequences_per_epoch(self) -> int:
-        """Return the sequences after which every document has been read."""
+        """Return the number of sequences after which every document has been read."""
         last = [Fraction(2 * p.kept.sequences - 1, 2) for p in self._packings]
         due = max(number / rate for number, rate in zip(last, self._rates, strict=True))
         return sum(self._due(due))
 
     def epochs(self) -> list[float]:
-        """Return how often each packing has been read after `sequences_per_epoch` sequences."""
+        """Return how many times each packing has been read after `sequences_per_epoch`
+        sequences."""
         counts = [p.kept.sequences for p in self._packings]
         total = self.sequences_per_epoch()
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return sequences by index, `[len(indices), context]`."""
+        """Return the sequences with these indices, `[len(indices), context]`."""
         places = [self._place(index) for index in indices]
         batches = [(p, self._packings[p].batch([number])) for p, number in places]
         return stack([self._numbered(p, batch) for p, batch in batches])
@@ -199,22 +205,22 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return a batch with its pairs numbered across all packings."""
+        """Return a packing's batch with its pairs numbered across all packings."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)
 
     def once(self, index: int) -> PackedBatch:
-        """Return the sequence at `index`, as `once` of its packing does."""
+        """Return sequence `index` of the first epoch, as `once` of its packing does."""
         packing, number = self._place(index)
         return self._numbered(packing, self._packings[packing].once(number))
 
     def _due(self, time: Fraction) -> list[int]:
-        """Return how many sequences of each packing are due up to `time`."""
+        """Return how many sequences of each packing are due by `time`."""
         return [math.floor(time * rate + Fraction(1, 2)) for rate in self._rates]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the packing of sequence `index` and its number there."""
+        """Return which packing sequence `index` is from, and its index in that packing."""
         # Up to `time`, the packings together have `time` sequences due, within half a sequence
         # each.
         counts = self._due(Fraction(max(0, index - len(self._rates))))
@@ -227,7 +233,7 @@ class Mixture:
 
 
 def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
-    """Combine batches into one."""
+    """Concatenate batches of sequences."""
     ids, labels, marks = (
         np.concatenate([getattr(row, name) for row in rows])
         for name in ("input_ids", "labels", "document_ids")
@@ -238,19 +244,17 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def seed_of_source(seed: int, number: int) -> int:
-    """Return a seed for the source at `number`. The first has the run's seed, so a single source
-    does not change when others are added; sources of one size are shuffled differently."""
+    """Return the random seed for source `number`. The first source has the run's seed, so that
+    adding others does not change it; sources of equal size are shuffled differently."""
     if number == 0:
         return seed
     return int(Draw.SOURCES.generator(seed, number).integers(1 << 62))
 
 
 def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return documents to train on and documents held out: disjoint, both sorted, a function of
-    seed.
-
-    `fraction` of the documents, rounded and at least one, is held out; none if it is zero.
-    """
+    """Divide documents at random into those to train on and those to hold out: disjoint, both
+    sorted, a function of `seed`. `fraction` of the documents, rounded and at least one, is held
+    out; none if it is zero."""
     order = Draw.SPLIT.generator(seed).permutation(documents)
     count = max(1, round(fraction * documents)) if fraction > 0 else 0
     return np.sort(order[count:]), np.sort(order[:count])
@@ -258,7 +262,8 @@ def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class PieceArrays:
-    """Pieces of at most a sequence, the longest first, as arrays with an element for each."""
+    """Pieces of documents, each at most one sequence long, as arrays with one element per piece;
+    the longest first."""
 
     documents: np.ndarray  # int64, index in the store
     starts: np.ndarray  # int64, token in the document
@@ -267,17 +272,19 @@ class PieceArrays:
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """One epoch: the part in each place, and the order of the sequences."""
+    """The shuffle of one epoch: which piece is in each place, and the order of the sequences."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64
 
 
 class BestFitLayout:
-    """Sequences of at most `context` tokens, made of documents that are whole or longer than one.
+    """Places documents in sequences of at most `context` tokens; only documents longer than a
+    sequence are cut.
 
-    `trained` tells for each token of the store whether it is trained; None: all are. Pieces without
-    a trained token are left out; the first token of a piece has nothing to be predicted from.
+    `trained`, one flag per token of the store, tells which tokens are trained; None: all are.
+    Pieces without a trained token are left out; a piece's first token has nothing to be predicted
+    from.
     """
 
     def __init__(
@@ -312,7 +319,7 @@ class BestFitLayout:
         return len(self._bounds) - 1
 
     def pieces(self, index: int) -> list[DocumentPiece]:
-        """Return the pieces of sequence `index`, counted through all epochs."""
+        """Return the pieces in sequence `index`, which counts on from epoch to epoch."""
         epoch, place = divmod(index, self.sequences)
         order = self._order(epoch)
         sequence = int(order.sequences[place])
@@ -321,7 +328,8 @@ class BestFitLayout:
         return [self._piece(part) for part in draw.permutation(order.parts[places])]
 
     def once(self, index: int) -> list[DocumentPiece]:
-        """Return the pieces of sequence `index` of the first epoch; epochs share none."""
+        """Return the pieces in sequence `index` of the first epoch; no sequence spans two
+        epochs."""
         assert index < self.sequences, index
         return self.pieces(index)
 
@@ -342,8 +350,8 @@ class BestFitLayout:
 def _cut_long(
     starts: np.ndarray, documents: np.ndarray, context: int, trained: np.ndarray | None
 ) -> tuple[PieceArrays, int]:
-    """Divide each document into pieces of a sequence and a rest. Also returns the tokens of the
-    pieces that are left out because they train nothing."""
+    """Cut each document into pieces of one sequence and a rest. Return the pieces, and the number
+    of tokens in pieces left out because nothing in them is trained."""
     lengths = np.diff(starts)[documents]
     counts = -(-lengths // context)
     owner = np.repeat(np.arange(len(documents)), counts)
@@ -361,7 +369,8 @@ def _cut_long(
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Return the sequence of each length, `[lengths]` int64 from 0 on.
+    """Return, for each length, the number of the sequence into which it is packed, `[lengths]`
+    int64.
 
     `lengths` must not rise, and none may exceed `room`. A length goes into the sequence with the
     least room that is enough, or else begins a new one. Equal lengths are placed together: once one
@@ -395,7 +404,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def _runs(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return each run of equal lengths as the length and its count."""
+    """Return each run of equal lengths as (length, count)."""
     begins = np.flatnonzero(np.diff(lengths, prepend=-1))
     counts = np.diff(begins, append=len(lengths))
     return list(zip(lengths[begins].tolist(), counts.tolist(), strict=True))
@@ -403,14 +412,14 @@ def _runs(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ConcatOrder:
-    """One epoch: its documents in shuffled order, and the end of each."""
+    """The shuffle of one epoch: its documents in order, and where each ends."""
 
     documents: np.ndarray  # [documents] int64, index in the store
     ends: np.ndarray  # [documents] int64, tokens from the start of the epoch
 
 
 class ConcatLayout:
-    """Sequences of `context` tokens from the endless concatenation of epochs.
+    """Cuts the endless concatenation of shuffled epochs into sequences of `context` tokens.
 
     Invariant: sequence i covers tokens [i * context, (i + 1) * context) of the concatenation; each
     epoch is a shuffle of all documents that depends on seed and epoch only.
@@ -427,12 +436,12 @@ class ConcatLayout:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that cover every token once; the last may be short."""
+        """Number of sequences that cover every token once; the last may be shorter."""
         return -(-self._tokens // self._context)
 
     @property
     def kept(self) -> PackingStats:
-        """Counts of the first epoch; later orders divide other documents."""
+        """Counts for the first epoch; later epochs cut other documents."""
         ends = self._order(0).ends
         begins = np.concatenate([[0], ends[:-1]])
         divided = int((begins // self._context != (ends - 1) // self._context).sum())
@@ -452,7 +461,8 @@ class ConcatLayout:
         return ConcatOrder(order, np.cumsum(self._lengths[order]))
 
     def _pieces(self, start: int, length: int) -> list[DocumentPiece]:
-        """Return the pieces at tokens [start, start + length) of the endless concatenation."""
+        """Return the pieces of documents at tokens [start, start + length) of the endless
+        concatenation."""
         pieces: list[DocumentPiece] = []
         while length > 0:
             epoch, offset = divmod(start, self._tokens)

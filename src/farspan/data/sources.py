@@ -63,10 +63,8 @@ _SKIPPED = frozenset(
 
 
 def find_files(path: str, field: str) -> tuple[Path, ...]:
-    """Return the files that `path` (a file, a folder or a glob) stands for, sorted.
-
-    Raises UnsupportedError, naming the configuration field `field`, if there are none.
-    """
+    """Return the files that `path` names, sorted: a file, a folder or a glob. Raises
+    UnsupportedError, naming the configuration's key `field`, if there are none."""
     place = Path(path).expanduser()
     if place.is_file():
         return (place,)
@@ -84,7 +82,7 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
 
 
 def _near(place: Path) -> str:
-    """Suggest files with nearly the name of the missing one."""
+    """Return a hint with files whose names are close to the missing one."""
     missing = place
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -100,7 +98,8 @@ def _hidden(path: Path) -> bool:
 
 
 def stdlib_files() -> tuple[Path, ...]:
-    """Return Python's own `.py` sources, sorted, without tests and generated files."""
+    """Return the `.py` files of Python's standard library, sorted, without tests and generated
+    files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.rglob("*.py"))
     return tuple(p for p in files if not _skipped(p.relative_to(root)))
@@ -111,7 +110,8 @@ def _skipped(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """Read all bytes of a file. Raises UnsupportedError if it fails or has more than `most`."""
+    """Read a file's bytes. Raises UnsupportedError if that fails, or if there are more than
+    `most`."""
     with _opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -134,8 +134,8 @@ def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UnsupportedEr
 
 
 def decode(data: bytes, path: Path, line: int) -> str:
-    """Decode strict UTF-8. `line` is the number of the first line of `data` in its file; a byte
-    order mark (U+FEFF) at the head of line 1 is removed."""
+    """Decode bytes as strict UTF-8. `line` is the line of the file at which they begin, for errors;
+    a byte order mark (U+FEFF) at the beginning of line 1 is removed."""
     if line == 1:
         data = data.removeprefix(BOM_UTF8)
     try:
@@ -146,14 +146,14 @@ def decode(data: bytes, path: Path, line: int) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """Progress of reading files, in bytes on disk."""
+    """How far the reading of files has come, in bytes on disk."""
 
     total: int = 0
     before: int = 0  # bytes of files that were read to their end
     raw: BinaryIO | None = None  # the current file
 
     def how_far(self) -> HowFar:
-        """Return the progress, including the current file."""
+        """Return the progress, with the part of the current file that has been read."""
         current = 0 if self.raw is None or self.raw.closed else self.raw.tell()
         return HowFar(self.before + current, self.total)
 
@@ -165,8 +165,8 @@ Behind = tuple[Generator[Document], Callable[[Document], list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Files in order, each read by its suffix, or all as `kind`. A text is one document, and so is
-    each record."""
+    """Documents in files, read in order: each text file and each record is one. A file's suffix
+    tells its format, unless `kind` does."""
 
     files: tuple[Path, ...]
     kind: SourceKind = SourceKind.AUTO
@@ -179,18 +179,19 @@ class DataFiles:
         return self.reading.how_far()
 
     def listing(self) -> list[list[object]]:
-        """Return values that change with the documents: names, sizes and times of modification."""
+        """Return JSON values that change if the documents may have changed: names, sizes and times
+        of modification."""
         return [[self._holds(path), *_stamp(path)] for path in self.files]
 
     def _holds(self, path: Path) -> str:
         return SUFFIXES[suffix_of(path)] if self.kind is SourceKind.AUTO else str(self.kind)
 
     def suffixes(self) -> Counter[str]:
-        """Count the files of each suffix."""
+        """Return how many files have each suffix."""
         return Counter(suffix_of(path) for path in self.files)
 
     def behind(self, place: list[Any]) -> Behind:
-        """Continue a stream after a document.
+        """Resume a stream after a document that was read earlier.
 
         Args:
             place: place of the document, as JSON values, or BEGINNING.
@@ -208,13 +209,13 @@ class DataFiles:
             yield row
 
     def firsts(self) -> Iterator[Document]:
-        """Yield the first record of each file that has one."""
+        """Yield the first record of each file that has any."""
         for path in self.files:
             if self._holds(path) != "text":
                 yield from islice(DataFiles((path,), self.kind).documents(), 1)
 
     def documents(self) -> Iterator[Document]:
-        """Yield each text and each record as a document.
+        """Yield every text and every record as a document.
 
         Raises:
             UnsupportedError: some records cannot be read; it names the first and counts the others.
@@ -230,7 +231,7 @@ class DataFiles:
             raise UnsupportedError(f"{first}{more}") from first
 
     def _rows(self, file: int = -1, line: int = 0) -> Iterator[Document | UnsupportedError]:
-        """Yield all documents after the one at `line` of `file`, or errors for damaged ones."""
+        """Yield the documents after line `line` of file `file`; a damaged one as its error."""
         sizes = [_stamp(path)[1] for path in self.files]
         self.reading.total, self.reading.before = sum(sizes), sum(sizes[: max(0, file)])
         for index, path in enumerate(self.files):
@@ -249,14 +250,14 @@ class DataFiles:
 
 
 def _text(path: Path, reading: Reading) -> str | LongText:
-    """Return the text of a file, in parts if it is long."""
+    """Return a file's text; long texts as parts that are read when needed."""
     parts = _parts(path, reading)
     first = next(parts, "")
     return first if next(parts, None) is None else LongText(partial(_parts, path, reading))
 
 
 def _parts(path: Path, reading: Reading) -> Iterator[str]:
-    """Yield a text in parts, decoded as by `decode`."""
+    """Yield a long text in parts, decoded as by `decode`."""
     decoder, line, size = getincrementaldecoder("utf-8")(), 1, 0
     with _opened(path, reading) as file:
         while True:
@@ -282,7 +283,8 @@ Row = tuple[int, str, dict[str, Any] | UnsupportedError]
 
 
 def _json_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Yield JSON objects: one on each line, all in one array, or one over several lines."""
+    """Yield the JSON objects in a file: one per line, all in one array, or one over several
+    lines."""
     with _opened(path) as file:
         head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     many = head.startswith(b"[")
@@ -329,7 +331,7 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
 
 
 def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
-    """Yield numbered elements of a file's array, with at most two in memory."""
+    """Yield the elements of a file's JSON array with their numbers, with at most two in memory."""
     depth, inside, number, parts = 0, False, 1, list[bytes]()
     with _opened(path, reading) as file:
         while (byte := file.read(1)) != b"[":
@@ -362,7 +364,8 @@ def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
 
 
 def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool, int | None]:
-    """Find the ends of the elements of an array, and the end of the array.
+    """Find where the elements of a JSON array end within a block of its text, and where the array
+    ends.
 
     Args:
         block: JSON from within the array, with no escape cut.
@@ -388,12 +391,13 @@ def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool,
 
 
 def quoted(text: str) -> str:
-    """Quote a text for an error, on one line."""
+    """Return a text in quotes and on one line, for an error."""
     return f"{shortened(' '.join(text.split()), MOST_QUOTED)!r}"
 
 
 def separator_of(path: Path) -> str:
-    """Return the separator of a file's columns: the most frequent candidate in the header."""
+    """Return the separator between a CSV file's columns: the most frequent candidate in its
+    header."""
     usual = "\t" if suffix_of(path) == ".tsv" else ","
     with _opened(path) as file:
         line = file.readline(_BLOCK).decode("utf-8", "replace")
@@ -402,7 +406,7 @@ def separator_of(path: Path) -> str:
 
 
 def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Yield rows under a header; all cells are texts, even empty ones."""
+    """Yield the rows of a CSV file by column; all cells are texts, even empty ones."""
     csv.field_size_limit(MOST_TEXT)
     sign = separator_of(path)
     with _opened(path, reading) as file:
@@ -440,7 +444,7 @@ def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
 
 
 def _table_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Yield rows of a parquet or an Arrow file, without an unpacked copy on disk if possible."""
+    """Yield the rows of a parquet or an Arrow file, if possible without unpacking it on disk."""
     number = skipped
     try:
         with _opened(path, reading) as packed, tempfile.TemporaryFile() as room:
@@ -468,7 +472,7 @@ def _dicts(file: BinaryIO, suffix: str, skipped: int) -> Iterator[dict[str, Any]
 
 
 def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
-    """Yield the tables of a file, one after the other."""
+    """Yield a file's rows as tables, one after the other."""
     file.seek(0)
     if suffix == ".parquet":
         yield from load("pyarrow.parquet", "ParquetFile")(file).iter_batches(batch_size=_ROWS)
@@ -492,7 +496,7 @@ _READERS: Mapping[str, Callable[[Path, Reading, int], Iterator[Row]]] = {
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from its fields. Raises ValueError if a field is given twice."""
+    """Make an object from its fields. Raises ValueError if a field occurs twice."""
     record = dict(pairs)
     if len(record) < len(pairs):
         twice = next(name for name, times in Counter(n for n, _ in pairs).items() if times > 1)
@@ -501,7 +505,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound on the values in JSON, without parsing: marks outside of strings."""
+    """Return an upper bound on the number of values in JSON, without parsing: marks outside of
+    strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):
@@ -515,7 +520,7 @@ def _values(data: bytes) -> int:
 
 @contextmanager
 def _opened(path: Path, reading: Reading | None = None) -> Iterator[BinaryIO]:
-    """Open a file, unpacked if it is compressed."""
+    """Open a file for reading, decompressed if it is compressed."""
     reading = reading or Reading()
     try:
         with path.open("rb") as raw:
@@ -535,7 +540,7 @@ def _opened(path: Path, reading: Reading | None = None) -> Iterator[BinaryIO]:
 
 
 def _bounded(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Yield lines of at most MOST_TEXT bytes."""
+    """Yield the lines of a file. Raises UnsupportedError for one longer than MOST_TEXT bytes."""
     for number, line in enumerate(iter(partial(file.readline, MOST_TEXT + 1), b""), start=1):
         if len(line) > MOST_TEXT:
             raise UnsupportedError(
@@ -546,7 +551,7 @@ def _bounded(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
-    """Yield numbered lines that are not blank, one at a time."""
+    """Yield the lines of a file that are not blank, with their numbers."""
     blank = 0
     with _opened(path, reading) as file:
         for number, line in enumerate(_bounded(path, file), start=1):
@@ -579,7 +584,7 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class DatasetRows:
-    """Rows of a Hugging Face dataset, each a document."""
+    """Rows of a Hugging Face dataset; each is a document."""
 
     path: str
     rows: Any  # datasets.Dataset
@@ -603,7 +608,7 @@ class DatasetRows:
             yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
 
     def without(self, ignore: Collection[str]) -> "DatasetRows":
-        """Return the rows without the columns that the user ignores.
+        """Return the same rows without the columns that the user ignores.
 
         Raises:
             UnsupportedError: a remaining column has images, audio or video, which are not decoded.
@@ -621,7 +626,7 @@ class DatasetRows:
         return replace(self, rows=rows, dropped=dropped)
 
     def refuse_missing(self, form: Form) -> None:
-        """Raise UnsupportedError if a column that `form` needs is missing."""
+        """Raise UnsupportedError if the dataset lacks a column that `form` needs."""
         there = self.rows.column_names
         for column in form.columns:
             if column not in there:
@@ -633,7 +638,8 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRows(DatasetRows):
-    """Rows read from their remote place, without a full copy on this disk."""
+    """Rows of a dataset that are read from where they are stored, without a full copy on this
+    disk."""
 
     version: str = ""  # changes with the data
     reopen: Callable[[], Any] = list  # a datasets.IterableDataset of all rows
@@ -648,7 +654,8 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """Continue a stream as `DataFiles.behind` does; a place ends with the library's state."""
+        """Resume a stream as `DataFiles.behind` does; a place ends with the state of the datasets
+        library."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):
@@ -681,8 +688,8 @@ def _stream(path: str, name: str | None, split: str) -> StreamedRows:
 def open_dataset(
     path: str, name: str | None, split: str, streaming: bool | None = None
 ) -> DatasetRows:
-    """Open `split` of the dataset at `path`. Raises UnsupportedError if the library is missing or
-    fails; its message is kept."""
+    """Open `split` of a Hugging Face dataset. Raises UnsupportedError if the datasets library is
+    missing or fails, with its message."""
     place = Path(path).expanduser()
     if not place.exists() and is_on_hub(path):  # asked first: the library then has the answer
         if find_spec("datasets") is None:
@@ -716,7 +723,8 @@ def _of_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Drop the keys that a table adds because other rows have them."""
+    """Return a row without keys whose value is None, which a table adds because other rows have
+    them."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -725,7 +733,8 @@ def _without_none(value: Any) -> Any:
 
 
 def _loaders() -> tuple[Any, Any]:
-    """Return the loaders for saved folders and for all else. Raises UnsupportedError."""
+    """Return the functions of the datasets library that load saved folders and all else. Raises
+    UnsupportedError."""
     try:
         return load("datasets", "load_from_disk"), load("datasets", "load_dataset")
     except ImportError as error:
@@ -733,7 +742,8 @@ def _loaders() -> tuple[Any, Any]:
 
 
 def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
-    """Select the requested rows from a folder of `save_to_disk`. Raises UnsupportedError."""
+    """Return the split that was asked for from a folder that `save_to_disk` wrote. Raises
+    UnsupportedError."""
     if name is not None:
         raise UnsupportedError(
             f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "

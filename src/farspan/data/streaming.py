@@ -38,7 +38,7 @@ _PATIENCE = 0.2  # seconds between checks of a window that is being read
 
 @dataclass(frozen=True, slots=True)
 class WindowFacts:
-    """Facts of a window that are kept after its tokens are deleted."""
+    """What is kept about a window after its tokens are deleted."""
 
     end: Place | None  # place of its last document; None: end of the stream
     sequences: int
@@ -46,14 +46,15 @@ class WindowFacts:
 
 
 class DocumentReader:
-    """Documents after any place of a source; reading goes on without a search for the place."""
+    """Reads a source's documents from any place on; if the next call asks for where the last one
+    ended, reading goes on without a search."""
 
     def __init__(self, source: DataFiles | StreamedRows) -> None:
         self.source = source
         self._kept: list[tuple[Place, Document, Behind]] = []
 
     def behind(self, place: Place) -> tuple[Document | None, Behind]:
-        """Return the document after a place, and the reader of all that follow."""
+        """Return the first document after a place, and the reader for those that follow."""
         if self._kept:
             at, document, behind = self._kept.pop()
             if at[:2] <= place[:2]:
@@ -66,13 +67,14 @@ class DocumentReader:
         return next(behind[0], None), behind
 
     def keep(self, place: Place, document: Document, behind: Behind) -> None:
-        """Keep a reader for the next call, if that asks for this place."""
+        """Keep a reader, in case the next call asks for this place."""
         self._kept[:] = [(place, document, behind)]
 
 
 @dataclass(slots=True)
 class Window:
-    """Documents after a place, at least one, until their text reaches a number of bytes."""
+    """A run of documents after a place of a source: at least one, until their text reaches a number
+    of bytes."""
 
     reader: DocumentReader
     start: Place
@@ -83,7 +85,7 @@ class Window:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Columns of a dataset that the user ignores."""
+        """Columns of the dataset that the user ignores."""
         return getattr(self.reader.source, "dropped", ())
 
     def names(self) -> tuple[str, ...]:
@@ -115,7 +117,7 @@ class Window:
 
 
 def _text_bytes(value: Any) -> int:
-    """Return the bytes of the texts in a record; any other value counts as 8."""
+    """Return the bytes of the texts in a record's value; any other value counts as 8."""
     match value:
         case str():
             return len(value.encode("utf-8", "surrogatepass"))
@@ -133,7 +135,7 @@ Opened = tuple[TokenStore, Packing] | None  # a window; None: nothing in it is t
 
 @dataclass(slots=True)
 class _Ahead:
-    """A window that a thread opens while training uses another one."""
+    """The next window, which a thread opens while training uses the present one."""
 
     key: tuple[int, int]
     told: tuple[int, int, HowFar]
@@ -146,7 +148,8 @@ Pack = Callable[[TokenStore, np.ndarray, int], Packing]
 
 @dataclass(slots=True)
 class Stream:
-    """Sequences of a source that is read window by window, and again from the first after the last.
+    """Sequences of a source that is too large to tokenize at once: it is read window by window, and
+    after the last again from the first.
 
     Invariant: sequence i is a pure function of (seed, source, i). Each pass packs and shuffles
     every window anew, within the window; each document is read once a pass.
@@ -181,12 +184,13 @@ class Stream:
         return self.first.documents()
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return sequences by index, `[len(indices), context]`. Raises UnsupportedError if a window
-        cannot be read, or if `check` refuses it."""
+        """Return the sequences with these indices, `[len(indices), context]`. Raises
+        UnsupportedError if a window cannot be read, or if `check` refuses it."""
         return stack([self.once(index) for index in indices])
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index`, `[1, context]`; a window's last one ends with the window."""
+        """Return sequence `index`, `[1, context]`; the last of a window ends with the window's
+        documents."""
         turn, window, number = self._place(index)
         packing = self._packing(turn, window)
         assert packing is not None, "it has this sequence"
@@ -196,16 +200,17 @@ class Stream:
         return packing.once(number, shorten=False)
 
     def digests(self) -> list[str]:
-        """Return the known digests of the windows read so far, in order."""
+        """Return the digests of the windows that have been read, in order."""
         return [facts.digest for facts in self._facts]
 
     def expect(self, digests: Sequence[str]) -> None:
-        """Refuse windows whose digests differ from the run's. Raises UnsupportedError."""
+        """Set the windows' digests that a resumed run has recorded. Raises UnsupportedError if a
+        window differs."""
         self._expected = digests
         self._load()
 
     def _place(self, index: int) -> tuple[int, int, int]:
-        """Return the pass and the window of sequence `index`, and its number there."""
+        """Return in which pass and window sequence `index` is, and its index there."""
         turn = window = before = 0
         while True:
             if window >= len(self._facts):
@@ -219,7 +224,8 @@ class Stream:
                 before = window = 0
 
     def _packing(self, turn: int, window: int) -> Packing | None:
-        """Return the packing of a window in a pass, or None. Only one thread reads at a time."""
+        """Return the packing of a window in a pass; None if nothing in it is trained. Only one
+        thread reads at a time."""
         if (turn, window) in self._opened:
             return self._opened[turn, window]
         ahead, self._ahead = self._ahead, None
@@ -257,7 +263,7 @@ class Stream:
         threading.Thread(target=work).start()
 
     def _open(self, turn: int, window: int, watch: Watch) -> Opened:
-        """Open a window, and read it now unless its tokens are in the cache."""
+        """Open a window from the cache, or read its documents and tokenize them now."""
         self._discard_all_but(window)
         with locked(self.folder, str(window % _LOCKS)):
             if window >= len(self._facts):
@@ -285,7 +291,8 @@ class Stream:
             return found
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
-        """Append the facts of a window just read, the first not yet known, and save them."""
+        """Record the facts of a window that was read for the first time, here and in the cache's
+        file."""
         if not window.is_read:  # its tokens are cached, but its facts are lost
             deque(window.documents(), maxlen=0)
         facts = WindowFacts(window.end, sequences, digest)
@@ -299,7 +306,7 @@ class Stream:
                 write_whole(self.folder / FACTS, text.encode())
 
     def _load(self) -> None:
-        """Load facts that other processes wrote, or this one before it was killed."""
+        """Load the facts that other processes have recorded, or this run before it was killed."""
         self._facts += _read_facts(self.folder)[len(self._facts) :]
         self._refuse_changed()
 
@@ -317,7 +324,8 @@ class Stream:
         )
 
     def _discard_all_but(self, window: int) -> None:
-        """Delete all windows but the first, this one and its neighbours, which ranks may read."""
+        """Delete the cached windows except the first, this one and its neighbours, which other
+        ranks may read."""
         if window == 0 or not self.folder.is_dir():
             return
         kept = {0, window - 1, window, window + 1}
@@ -330,12 +338,13 @@ class Stream:
 
 
 def _read_facts(folder: Path) -> list[WindowFacts]:
-    """Return the stored facts; empty if the file is missing or damaged."""
+    """Return the recorded facts of the windows; empty if the file is missing or damaged."""
     stored = read_json(folder / FACTS) or {}
     known = stored.get("windows", [])
     return [WindowFacts(**own) for own in known] if stored.get("seal") == _seal(known) else []
 
 
 def _seal(known: object) -> str:
-    """Return the digest of facts: damaged counts would train other sequences."""
+    """Return a digest of the windows' facts: with damaged counts a run would train other
+    sequences."""
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()

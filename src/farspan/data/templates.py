@@ -35,7 +35,7 @@ _CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
 
 
 def read_tools(given: Any, place: str) -> list[Any] | None:
-    """Read a record's tools: a list of JSON schemas, as such or as JSON in texts.
+    """Return a record's tools as JSON schemas; they may be given as objects or as JSON in texts.
 
     Raises:
         UnsupportedError: With `place` and the tool that is something else.
@@ -64,7 +64,7 @@ def _schema(tool: Any, place: str) -> Any:
 
 
 def read_message(given: Message, place: str) -> Message:
-    """Read a message without keys that are null, and its tool calls as objects.
+    """Return a message without keys that are null, and with its tool calls as objects.
 
     Raises:
         UnsupportedError: With `place`, if it has no content, or content other than text.
@@ -96,7 +96,8 @@ _NO_MEDIA = "only text is trained; leave the record out, or give its text alone"
 
 
 def _read_parts(parts: Sequence[Any], place: str) -> Any:
-    """Read a list of parts; results of tools, which are not parts, stay as they are."""
+    """Return a content's parts, checked to be text; results of tools, which are not parts, stay as
+    they are."""
     if not all(isinstance(p, str) or _is_part(p) for p in parts):
         return list(parts)
     kept = []
@@ -123,7 +124,8 @@ def _read_calls(given: Any, place: str) -> list[Any]:
 
 
 def _read_call(given: Any, place: str) -> Message:
-    """Read a call. Its arguments keep their form, after a check that they are an object."""
+    """Check a tool call: its arguments must be an object, or JSON of one in a text. They keep their
+    form."""
     call = read_object(given, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
@@ -133,12 +135,13 @@ def _read_call(given: Any, place: str) -> Message:
 
 
 def _arguments(text: str, place: str = "") -> Any:
-    """Read arguments in a text; some APIs give an empty text for no arguments."""
+    """Return the arguments of a call that a text holds; some APIs give an empty text for no
+    arguments."""
     return read_object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
 
 
 def read_object(given: Any, place: str) -> dict[str, Any]:
-    """Read an object, as such or as JSON in a text.
+    """Return an object that may be given as such or as JSON in a text.
 
     Raises:
         UnsupportedError: With `place`, if it is something else.
@@ -165,19 +168,19 @@ def _kind(value: Any) -> str:
 
 
 def as_objects(messages: Sequence[Message]) -> list[Message]:
-    """Convert the arguments of calls to objects."""
+    """Return messages whose tool calls have their arguments as objects."""
     return _changed(messages, lambda own: _arguments(own) if isinstance(own, str) else own)
 
 
 def as_json(messages: Sequence[Message]) -> list[Message]:
-    """Convert the arguments of calls to JSON in texts."""
+    """Return messages whose tool calls have their arguments as JSON in texts."""
     return _changed(
         messages, lambda own: own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
     )
 
 
 def as_parts(messages: Sequence[Message]) -> list[Message]:
-    """Convert contents that are texts to parts."""
+    """Return messages whose contents are lists of parts."""
     return [
         {**m, CONTENT: [{"type": "text", "text": m[CONTENT]}]}
         if isinstance(m.get(CONTENT), str)
@@ -187,7 +190,7 @@ def as_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Join contents that are parts of text into one text."""
+    """Return messages whose contents are texts: parts of text are joined."""
     return [
         {**m, CONTENT: "".join(part["text"] for part in m[CONTENT])}
         if isinstance(m.get(CONTENT), list) and all(map(_holds_text, m[CONTENT]))
@@ -197,7 +200,7 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_marks(messages: Sequence[Message]) -> list[Message]:
-    """Replace each text, and the arguments of each call, by a placeholder."""
+    """Return messages with a numbered placeholder for each text and for each call's arguments."""
     numbers: Iterator[int] = count()
 
     def content(own: Any) -> Any:
@@ -221,13 +224,13 @@ def _mark(numbers: Iterator[int]) -> str:
 
 
 def find_marks(text: str) -> set[int] | None:
-    """Find the numbers of the placeholders in a text; None if one is part of code."""
+    """Return the numbers of the placeholders in a rendered text; None if one is part of code."""
     numbers = {int(number) for number in _WRITTEN.findall(text.lower())}
     return None if _CODE.search(text.lower()) else numbers
 
 
 def marks_in(value: Any) -> set[int]:
-    """Find the numbers of the placeholders in messages, or in part of one."""
+    """Return the numbers of the placeholders in messages, or in a part of one."""
     return {int(number) for number in _WRITTEN.findall(repr(value))}
 
 
@@ -236,7 +239,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _text_key(part: Any) -> str | None:
-    """Return the key under which a part has its text."""
+    """Return the key of a content part that holds its text; None if it has none."""
     key = part.get("type") if _is_part(part) else None
     return key if isinstance(key, str) and isinstance(part.get(key), str) else None
 
@@ -246,7 +249,7 @@ def _holds_text(part: Any) -> bool:
 
 
 def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """Return the messages with changed arguments in their calls."""
+    """Return messages with `change` applied to the arguments of each tool call."""
 
     def of(call: Any) -> Any:
         if isinstance(call, Mapping) and "function" in call:
@@ -276,7 +279,7 @@ _MOMENTS = (time(0, 0, 0), time(13, 14, 15, 161718))
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """The template for conversations and the one for conversations with tools, often the same."""
+    """A tokenizer's chat templates, without and with tools; often they are the same."""
 
     inner: PreTrainedTokenizerBase
     default: str
@@ -284,7 +287,8 @@ class Templates:
     day: date
 
     def listing(self) -> list[object]:
-        """Return JSON values that change with the text; the day only if it may be written."""
+        """Return JSON values that change if the rendered text may change: the day only if a
+        template may write it."""
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
         return [*digests, str(self.day) if self.dated() else None]
 
@@ -297,7 +301,8 @@ class Templates:
         return _MARKS.search(self.choose(tools)) is not None
 
     def choose(self, tools: Any) -> str:
-        """Choose a template by the presence of tools, as transformers' `get_chat_template` does."""
+        """Return the template to use with or without tools, as transformers' `get_chat_template`
+        does."""
         return self.default if tools is None else self.tool_use
 
     def write(
@@ -307,8 +312,8 @@ class Templates:
         kwargs: Mapping[str, Any],
         opened: bool = False,
     ) -> str:
-        """Render a conversation with the record's own variables; `opened` adds the prompt for the
-        model's next turn."""
+        """Render a conversation, with the record's own variables; if `opened`, also the prompt for
+        the model's next turn."""
         template, write = self.choose(tools), cast(Any, self.inner.apply_chat_template)
         with _settled(template, self.day):
             text: str = write(
@@ -324,9 +329,9 @@ class Templates:
     def write_marked(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Render a conversation, and return the spans that the template marks. The library's own
-        way from spans to tokens loses turns that begin or end with white space, if the tokenizer
-        leaves that out of its offsets."""
+        """Render a conversation, and return the text and the spans that the template marks. The
+        library's own way from spans to tokens loses turns that begin or end with white space, if
+        the tokenizer leaves that out of its offsets."""
         template, write = self.choose(tools), cast(Any, chat_template_utils.render_jinja_template)
         with _settled(template, self.day):
             (text,), (spans,) = write(
@@ -341,7 +346,7 @@ class Templates:
     def suit(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> Sequence[Message]:
-        """Return a conversation in the form that the template takes.
+        """Return a conversation in the form that the template can render in full.
 
         Contents may be texts or parts; arguments of calls may be objects or JSON in texts. Forms
         are tried with placeholders in the messages: in a suitable form the template writes every
@@ -377,8 +382,9 @@ class Templates:
     def _refuse_unwritten(
         self, probe: Sequence[Message], shown: set[int], tools: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Refuse messages that the template does not write in full; `shown` are the placeholders
-        that it writes. It may omit parts of the model's earlier turns, such as thoughts."""
+        """Raise UnsupportedError for a message that the template does not write in full; `shown`
+        are the placeholders that it writes. It may omit parts of the model's earlier turns, such as
+        thoughts."""
         for number, message in enumerate(probe, start=1):
             left = marks_in(message) - shown
             if left and message["role"] == "assistant" and number < len(probe):
@@ -396,7 +402,8 @@ class Templates:
 
 @contextmanager
 def _settled(template: str, day: date) -> Iterator[None]:
-    """Make the template write the same text at each reading: a fixed day, no random text."""
+    """Inside the block, make the template's text reproducible: with a fixed day, and no random
+    text."""
     environment: Any = chat_template_utils._compile_jinja_template(template).environment
     names, filters = environment.globals, environment.filters
     before = names[_CLOCK], names["lipsum"], filters["random"]
@@ -427,7 +434,7 @@ def _refuse_random(*_: object, **__: object) -> NoReturn:
 def find_template(
     inner: PreTrainedTokenizerBase, chosen: str | None, tokenizer: str, read: Callable[[Path], str]
 ) -> tuple[str, str]:
-    """Find the template for conversations, and the one for conversations with tools.
+    """Return the chat template for conversations, and the one for conversations with tools.
 
     Args:
         inner: The tokenizer, with one template, several by name, or none.

@@ -81,12 +81,12 @@ Watch = Callable[[int, int, HowFar], None]
 
 
 def unwatched(documents: int, tokens: int, read: HowFar) -> None:
-    """A `Watch` that ignores progress."""
+    """Ignore the progress; a `Watch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Last ids of the trained turns, and the number of documents with an end sign inside a turn."""
+    """Which ids end trained turns, and in how many documents an end sign stands inside a turn."""
 
     number: int = 0
     last: tuple[tuple[int, int], ...] = ()  # (id, turns that end in it), the most frequent first
@@ -95,7 +95,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class TokenStore:
-    """The documents of one source as ids. The arrays are mapped, not read."""
+    """The tokenized documents of one source, in arrays that are mapped from the cache."""
 
     tokens: np.ndarray  # [tokens] uint16 or uint32
     starts: np.ndarray  # [documents + 1] int64
@@ -115,8 +115,8 @@ class TokenStore:
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens [start, stop), and which are trained. Raises UnsupportedError if they are
-        damaged and cannot be made anew."""
+        """Return tokens [start, stop), and which of them are trained. Raises UnsupportedError if
+        they are damaged and cannot be rebuilt."""
         whole = self.check(start, stop) or self
         span = slice(start, stop)
         return whole.tokens[span], None if whole.trained is None else whole.trained[span]
@@ -125,7 +125,8 @@ class TokenStore:
         return len(self.starts) - 1
 
     def longest(self) -> int:
-        """Return the tokens of the longest document, or of the longest answer of a pair."""
+        """Return the number of tokens of the longest document, or of the longest answer of a
+        pair."""
         if self.middles is None:
             return int(np.diff(self.starts).max())
         firsts, seconds = self.middles - self.starts[:-1], self.starts[1:] - self.middles
@@ -136,25 +137,25 @@ class TokenStore:
         return len(self.tokens) if self.trained is None else int(self.trained.sum())
 
     def place_of(self, token: int) -> str:
-        """Return the place where the document with a token was read."""
+        """Return where the document that contains a token was read."""
         return self.name(int(np.searchsorted(self.starts, token, side="right")) - 1)
 
     def name(self, document: int) -> str:
-        """Return the place where a document was read: a file, or a file and a line."""
+        """Return where a document was read: a file, or a file and a line."""
         file, line = (int(number) for number in self.origins[document])
         return f"{self.names[file]}:{line}" if line else self.names[file]
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """A file and the digests of its blocks, each compared once."""
+    """A mapped file and the digests of its blocks; each block is checked once."""
 
     data: np.ndarray  # [bytes] uint8, mapped
     digests: np.ndarray  # [blocks, _DIGEST] uint8
     seen: set[int] = field(default_factory=set)
 
     def refuse_damage(self, start: int = 0, stop: int | None = None) -> None:
-        """Check bytes [start, stop), by default all. Raises _Damaged."""
+        """Check the blocks of bytes [start, stop), by default all. Raises _Damaged."""
         last = len(self.digests) if stop is None else -(-stop // _BLOCK)
         for block in range(start // _BLOCK, last):
             if block in self.seen:
@@ -165,11 +166,11 @@ class _Blocks:
 
 
 class Useless(UnsupportedError):
-    """Documents without anything to train, an error except for later windows of a stream."""
+    """No document has anything to train. An error, except for later windows of a stream."""
 
 
 class _Damaged(Exception):
-    """A damaged folder of the cache; the message gives the reason."""
+    """A folder of the cache is damaged; the message says how."""
 
 
 def open_store(
@@ -180,8 +181,9 @@ def open_store(
     watch: Watch,
     ignore: Collection[str] = (),
 ) -> TokenStore:
-    """Return the tokens of `source`, from the cache or written to it now. `form` reads the records
-    without the fields `ignore`. A damaged folder is written anew, with a warning in the log.
+    """Return the tokenized documents of `source`: from the cache, or tokenized now and written to
+    it. `form` reads the records without the fields `ignore`. A damaged folder is written anew, with
+    a warning in the log.
 
     Raises UnsupportedError if a document cannot be read, if there is no text at all, if the cache
     cannot be written, or if another user owns it or may write there.
@@ -219,7 +221,7 @@ def open_store(
 
 
 def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collection[str]) -> str:
-    """Name the folder of a store: a digest of everything that may change its tokens."""
+    """Return the name of a store's folder: a digest of everything that may change its tokens."""
     table = [[*map(list, READ.values())], sorted(HARMLESS_NAMES), HARMLESS_ENDINGS]
     fields = [form.listing(), sorted(ignore), table]
     listing = [_FORMAT, tokenizer.identity(), fields, source.listing()]
@@ -227,8 +229,8 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Open `folder`, after `write` if it is missing or damaged. `whole` checks every token. Raises
-    UnsupportedError."""
+    """Open a store's folder, and first call `write` if it is missing or damaged. If `whole`, every
+    token is checked. Raises UnsupportedError."""
     if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a read-only disk
         with suppress(_Damaged):
             return _read(folder, whole)
@@ -252,8 +254,8 @@ def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenSt
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[None]:
-    """Lock a name in a folder of the cache against other processes. The folder is made private to
-    this user. Raises UnsupportedError if it cannot be written."""
+    """Lock a name in a cache folder against other processes, inside the block. The folder is made
+    private to this user. Raises UnsupportedError if it cannot be written."""
     try:
         private_folder(folder)
         # Open neither a link to another file nor a pipe without a reader.
@@ -271,8 +273,8 @@ def locked(folder: Path, name: str) -> Iterator[None]:
 
 
 def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Read a folder. Raises FileNotFoundError if it is missing, NotPrivate if another user owns it,
-    and _Damaged."""
+    """Read a store from its folder. Raises FileNotFoundError if it is missing, NotPrivate if
+    another user owns it, and _Damaged."""
     for path in (folder, *folder.glob("*")):
         refuse_foreign(path)
         if is_open(path):
@@ -353,7 +355,8 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Yield the digests of a file's blocks. The file is read: mapped pages would stay in memory."""
+    """Yield the digest of each block of a file. The file is read: mapped pages would stay in
+    memory."""
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):
             yield _digest(np.frombuffer(block, np.uint8), 0)
@@ -373,7 +376,7 @@ def _seal(folder: Path, meta: dict[str, Any], digests: np.ndarray) -> str:
 def _fill(
     folder: Path, source: Source, fields: Fields, tokenizer: Tokenizer, watch: Watch
 ) -> dict[str, Any]:
-    """Write the arrays, and return the facts for meta.json."""
+    """Tokenize the documents into files of arrays, and return the facts for meta.json."""
     form, read = fields.form, False
     narrow = tokenizer.size() <= 1 << 16 and not form.any_ids
     paired, began = isinstance(form, PreferenceForm), time.monotonic()
@@ -417,7 +420,7 @@ def _fill(
 
 @dataclass(slots=True)
 class _Table:
-    """The arrays of a store while documents are added, and facts about them so far."""
+    """The files of a store while documents are tokenized, and facts about the tokens so far."""
 
     tokens: "_Column"
     masks: "_Column | None"
@@ -432,7 +435,8 @@ class _Table:
     any_trained: bool = False
 
     def add(self, document: Document, content: OneContent, parts: Parts) -> Iterator[int]:
-        """Add a document; after each part but the first, yield the tokens of all documents."""
+        """Append a document's tokens; after each part but the first, yield the number of tokens so
+        far."""
         size = 0
         for encoded in parts:
             if self.paired and not encoded.trained[1:].any():
@@ -461,7 +465,7 @@ class _Table:
 
 @dataclass(slots=True)
 class _TurnCounter:
-    """A counter of last ids of trained turns, and of documents with an end sign in a turn."""
+    """Counts which ids end trained turns, and documents with an end sign inside a turn."""
 
     ends: list[int]  # ids that stop generation
     has_turns: bool
@@ -471,7 +475,8 @@ class _TurnCounter:
     _closed: bool = False  # its latest id stops generation
 
     def add(self, content: "OneContent", encoded: Encoded, first: bool) -> None:
-        """Count a document, or a part of one; unless `first`, the part continues a document."""
+        """Count a document or a part of one; if not `first`, the part continues the last
+        document."""
         if isinstance(content, Encoded):
             return
         ends = np.isin(encoded.ids, self.ends)
@@ -505,7 +510,7 @@ def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: b
 
 
 class _Column:
-    """A one-dimensional .npy file that grows."""
+    """A one-dimensional .npy file to which values are appended."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._file = path.open("wb")
@@ -517,7 +522,7 @@ class _Column:
         return self
 
     def append(self, values: np.ndarray) -> bytes:
-        """Write values; return their bytes."""
+        """Append values, and return their bytes."""
         data = values.astype(self._dtype).tobytes()
         self._file.write(data)
         self._length += len(values)
@@ -529,7 +534,8 @@ class _Column:
             self._header()
 
     def _header(self) -> None:
-        """Write the header. numpy pads it, so that a longer length fits into the same bytes."""
+        """Write the file's header. numpy pads it, so that a longer length fits into the same
+        bytes."""
         descr = np.lib.format.dtype_to_descr(self._dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -538,21 +544,21 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Documents that are tokenized together."""
+    """Documents to tokenize in one call."""
 
     documents: list[Document]
     contents: list[OneContent]
     masked: bool
 
     def is_unlike(self, content: OneContent) -> bool:
-        """Return whether a text needs a separate call of the tokenizer."""
+        """Return whether a text must be tokenized in a call of its own."""
         first = self.contents[0] if self.contents else content
         long = isinstance(first, LongText) or isinstance(content, LongText)
         alike = getattr(first, "bare", None) == getattr(content, "bare", None)
         return bool(self.contents) and (long or not alike)
 
     def encode(self, tokenizer: Tokenizer) -> list[Parts]:
-        """Return the parts of each document: one part, unless the text is long."""
+        """Return the token ids of each document, in parts: one part, unless the text is long."""
         if isinstance(self.contents[0], LongText):
             rows = tokenizer.encode_parts(self.contents[0].parts())
             return [(Encoded(ids, np.ones(len(ids), dtype=bool)) for ids in rows)]
@@ -570,7 +576,7 @@ class _Batch:
 
 
 def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
-    """Yield documents that are not empty, in batches of about a million characters."""
+    """Yield the documents that are not empty, in batches of about a million characters."""
     batch, size = _Batch([], [], form.masked), 0
     with reading(form) as read:
         for document in documents:
@@ -591,7 +597,8 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
 
 
 def _read_text(document: Document, form: Form) -> Written | LongText | None:
-    """Read a file without records; such files may be mixed with any form but pairs."""
+    """Return a document of a plain text file; such files may be mixed with records of any form but
+    pairs."""
     if isinstance(form, PreferenceForm):
         raise UnsupportedError(
             f"data.path: {document.place} is plain text, without two answers to compare; give a "
@@ -604,7 +611,7 @@ def _read_text(document: Document, form: Form) -> Written | LongText | None:
 
 
 def _divide(content: Written) -> Written | LongText:
-    """Return a long text as parts."""
+    """Return a long text as parts of at most `PART` characters."""
     text = content.text
     if len(text) <= 2 * PART:
         return content
@@ -629,8 +636,9 @@ Read = Callable[[Document], Content]
 
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
-    """Return `form.read`, run in a child if it renders a template. It raises UnsupportedError at a
-    record for which the template needs more than CPU_SECONDS or MEMORY."""
+    """Return a function that reads records by `form`. If the form renders a template, a child
+    process does it: UnsupportedError is raised at a record for which the template needs more than
+    CPU_SECONDS or MEMORY."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):
         yield form.read
@@ -683,7 +691,7 @@ def _ask(child: int, pipe: Connection, document: Document) -> Content:
 
 
 def _serve(read: Read, pipe: Connection) -> None:
-    """Answer requests until the other end is closed."""
+    """In the child, answer requests until the parent closes its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)  # SIGPROF then ends the process

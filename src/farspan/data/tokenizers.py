@@ -24,7 +24,8 @@ TEXT = "text"  # field of a document that has only text
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The fields of one record and its place. `line` counts from 1; 0 stands for the whole file."""
+    """A record's fields, and where it was read. `line` counts from 1; 0 stands for the whole
+    file."""
 
     file: int  # index into the source's `names`
     line: int
@@ -33,10 +34,10 @@ class Document:
 
 
 class Source(Protocol):
-    """Documents in a fixed order, read one at a time."""
+    """Documents in a fixed order, read one after the other."""
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the files, or of the data set, that the documents come from."""
+        """Return the names of the files or the data set from which the documents are read."""
 
     def listing(self) -> list[list[object]]:
         """Return JSON values that change whenever the documents may have changed."""
@@ -48,7 +49,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HowFar:
-    """Progress of reading a source."""
+    """How far the reading of a source has come."""
 
     done: int
     total: int
@@ -56,7 +57,7 @@ class HowFar:
     seconds: float = 0.0  # since reading began
 
     def fraction(self) -> float:
-        """Return the share that has been read."""
+        """Return the share of the source that has been read."""
         return min(1.0, self.done / max(1, self.total))
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class HowFar:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A document as text. `trained` are spans of its characters; None: all are trained."""
+    """A document as text. `trained` are spans of its characters to train; None: all."""
 
     text: str
     trained: tuple[tuple[int, int], ...] | None = None
@@ -82,7 +83,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A document as token ids [tokens] int64, and whether each is trained [tokens] bool."""
+    """A document as token ids, [tokens] int64, with a flag per token that says whether it is
+    trained."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -93,7 +95,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A text that is never whole in memory, trained as a whole."""
+    """A text too long to be in memory as a whole; all of it is trained."""
 
     parts: Callable[[], Iterator[str]]  # read anew each time
 
@@ -110,41 +112,40 @@ Content = LongText | Written | tuple[Written, Written] | tuple[Encoded, ...] | N
 
 
 class Form(Protocol):
-    """The fields that a record must have, and how it is read as a document. The defaults are those
-    of forms without messages whose field names are fixed."""
+    """Reads records of one format as documents to train on."""
 
     any_ids: ClassVar[bool] = False  # ids may be beyond the tokenizer's vocabulary
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Fields that each record must have."""
+        """Fields that every record must have."""
 
     @property
     def chats(self) -> tuple[str, ...]:
-        """Fields that may hold messages."""
+        """Fields that may hold lists of messages."""
         return ()
 
     @property
     def masked(self) -> bool:
-        """True if some tokens may be untrained."""
+        """True if some tokens may not be trained."""
 
     def key(self, column: str) -> str:  # noqa: ARG002
-        """Return the key of the run file that renames a column."""
+        """Return the key of the run file with which the user names another field for this one."""
         return "data.format"
 
     def listing(self) -> list[object]:
-        """Return JSON values that change whenever the reading does."""
+        """Return JSON values that change whenever the same record may be read differently."""
 
     def reads(self, document: Document) -> Collection[str]:
-        """Return the fields of a record that are read if it has them."""
+        """Return the fields that are read of this record, if it has them."""
 
     def reads_key(self, key: str) -> bool:  # noqa: ARG002
-        """Return whether this key of messages is read."""
+        """Return whether this key of a message is read."""
         return False
 
     def read(self, document: Document) -> Content:
-        """Read a document; None if it is blank, two for a pair of answers. Raises UnsupportedError
-        with the document's place and the field."""
+        """Read a record: return None if it is blank, two documents for a pair of answers. Raises
+        UnsupportedError with the document's place and the field."""
 
 
 _WORD_ENDS = re.compile(r"(?<=\S)(?=\s)")
@@ -156,40 +157,41 @@ _END = "<end>"  # its text when tokens are shown
 
 
 class Tokenizer(Protocol):
-    """A tokenizer: documents to ids, each closed by an end token if the vocabulary has one."""
+    """Turns documents into token ids, with an end token after each if the vocabulary has one."""
 
     def size(self) -> int:
-        """Return a number above all ids."""
+        """Return a number above all token ids."""
 
     def identity(self) -> str:
-        """Return a text that changes whenever the ids of any text may change."""
+        """Return a text that differs if any text may get other ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return an array of ids, int64, for each text."""
+        """Return the ids of each text, int64."""
 
     def encode_parts(self, parts: Iterator[str]) -> Iterator[np.ndarray]:
-        """Yield the ids, int64, that `encode` gives for the joined parts, some at a time."""
+        """Yield the ids of a text given in parts, int64, equal to those that `encode` gives for the
+        whole."""
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
-        """Return the ids of each document, and which contain a trained character. A token that only
-        closes a document is trained: it tells the end."""
+        """Return the ids of each document, and for each id whether it contains a trained character.
+        A token that only ends a document is trained."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, with signs for ids that stand for no text."""
+        """Return the text of ids; special tokens appear as signs such as `<end>`."""
 
     def signs(self) -> frozenset[int]:
-        """Return the ids that stand for no text: ends, beginnings, and unknown tokens."""
+        """Return the ids of special tokens: ends, beginnings, and unknown tokens."""
 
     def ends(self) -> frozenset[int]:
         """Return the ids that stop generation."""
 
     def save(self, folder: Path) -> None:
-        """Write the files that load this tokenizer again, if it has any."""
+        """Write the files from which this tokenizer can be loaded again, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """A tokenizer of UTF-8 bytes: 256 ids, and one that ends a document."""
+    """Tokenizes text as UTF-8 bytes: 256 ids, and one that ends a document."""
 
     def size(self) -> int:
         return END_OF_DOCUMENT + 1
@@ -252,9 +254,9 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HubTokenizer:
-    """A Hugging Face tokenizer, which adds its own special tokens. Every document ends with the
-    end-of-sequence id, if the tokenizer has one. `others` are further ids that stop generation,
-    from the model's `generation_config`."""
+    """Tokenizes by a Hugging Face tokenizer, with its own special tokens and its end-of-sequence id
+    after every document. `others` are further ids that stop generation, from the model's
+    `generation_config`."""
 
     inner: PreTrainedTokenizerBase
     others: frozenset[int] = frozenset()
@@ -294,9 +296,11 @@ class HubTokenizer:
         return ids
 
     def _cut(self, text: str) -> int:
-        """Find a place near the end to cut a text without changing ids; 0 if there is none. Most
-        tokenizers have separate ids for words and lines. Those that put a sign before each text, or
-        merge across words, give a part other ids, which the comparison detects."""
+        """Return where a text can be cut, near its end, without changing the ids; 0 if nowhere.
+
+        Most tokenizers have separate ids for words and lines. Those that put a sign before each
+        text, or merge across words, give a part other ids, which the comparison detects.
+        """
         places = [m.start() for m in _WORD_ENDS.finditer(text, len(text) - 2 * _NEAR)]
         for place in reversed([p for p in places if p < len(text) - _NEAR][-_TRIED:]):
             left, right = text[max(0, place - _NEAR) : place], text[place : place + _NEAR]
@@ -342,7 +346,8 @@ class HubTokenizer:
         return tuple(sorted(text for text in texts if text.strip()))
 
     def marks(self) -> tuple[str, ...]:
-        """Return the special tokens that may be between turns and do not stop generation."""
+        """Return the texts of special tokens that may stand between turns and do not stop
+        generation."""
         inner = self.inner
         added = {t.content for t in inner.added_tokens_decoder.values() if t.special}
         others = {inner.bos_token, inner.unk_token, inner.pad_token, inner.mask_token}
@@ -350,12 +355,13 @@ class HubTokenizer:
         return tuple(sorted({*added, *inner.all_special_tokens} - others))
 
     def _doubled(self, row: list[int]) -> int:
-        """Count the tokens to drop from a text that begins with the token that is added anyway."""
+        """Return 1 if a text begins with the token that the tokenizer has put before it as well,
+        else 0."""
         begin = self.inner.bos_token_id
         return int(begin is not None and row[:2] == [begin, begin] and self._begins() == begin)
 
     def _begins(self) -> int | None:
-        """Return the id that the tokenizer puts before a text; None if it puts none."""
+        """Return the id that the tokenizer puts before every text; None if it puts none."""
         alone: list[int] = self.inner("", verbose=False)["input_ids"]
         return alone[0] if alone else None
 
@@ -387,7 +393,7 @@ class HubTokenizer:
 
 
 def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
-    """Return the ids that stop generation by a model's `generation_config.json`, or else
+    """Return the ids that stop generation, from a model's `generation_config.json` or else
     `config.json`.
 
     Args:
@@ -415,10 +421,8 @@ _PROBE = "The 2nd  word,\n\tthen: naïve café №7 (x_1 != y) 漢字 🙂"
 
 
 def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Return whether transformers loads the saved tokenizer from a model's folder.
-
-    For some model types it uses their own class, whatever the files say.
-    """
+    """Return whether transformers loads a tokenizer that was saved in a model's folder as this
+    tokenizer. For some model types it uses their own class, whatever the files say."""
     try:
         loaded = load_tokenizer(str(folder))
     except UnsupportedError:
@@ -432,8 +436,8 @@ _FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
 def _refuse_huge_files(folder: Path) -> None:
-    """Raise UnsupportedError for files that are too large to read. The library also reads a
-    model's configuration, for the class of its tokenizer."""
+    """Raise UnsupportedError if files that load a tokenizer are too large to read. The library also
+    reads a model's configuration, for the class of its tokenizer."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
             raise UnsupportedError(
@@ -447,7 +451,7 @@ def _refuse_huge_files(folder: Path) -> None:
 def load_tokenizer(
     name: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
-    """Load `bytes`, a local folder, or a hub name at `revision` (a commit or branch).
+    """Load a tokenizer: `bytes`, a local folder, or a hub name at `revision` (a commit or branch).
     `trust_remote_code` runs Python code that comes with it. Raises UnsupportedError with the
     library's message, or if the tokenizer has no words."""
     if name == BYTES:

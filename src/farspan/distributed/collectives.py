@@ -29,7 +29,7 @@ Counts = Sequence[int]  # rows of each peer
 
 @dataclass(frozen=True, slots=True)
 class PendingExchange:
-    """Rows that an asynchronous exchange receives."""
+    """The rows that an asynchronous all-to-all is receiving."""
 
     rows: Tensor
     work: dist.Work | None  # None: this rank is alone
@@ -43,7 +43,8 @@ class PendingExchange:
 
 @dataclass(slots=True)
 class Communicator:
-    """This rank and its peers along one axis; a rank without a group is alone and sends nothing."""
+    """This rank and its peers along one axis of the layout. Without a process group the rank is
+    alone and sends nothing."""
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start
@@ -58,17 +59,17 @@ class Communicator:
         return 0 if self.group is None else self.group.rank()
 
     def number(self, index: int) -> int:
-        """Return the global rank of the peer at this index."""
+        """Return the global rank of the peer with this index."""
         assert self.group is not None
         return dist.get_global_rank(self.group, index)
 
     def exchange(self, rows: Tensor, out: Counts, back: Counts) -> Tensor:
-        """All-to-all: send `out[i]` rows, one peer after the other, to peer i, and return the rows
-        received, `back[i]` of peer i, in the order of peers."""
+        """All-to-all: send the next `out[i]` rows to each peer i in turn, and return the rows that
+        peers sent, `back[i]` from peer i, in the order of peers."""
         return self.begin_exchange(rows, out, back).wait()
 
     def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "PendingExchange":
-        """Start `exchange` and return at once."""
+        """Start an all-to-all as `exchange` does, without waiting for it."""
         if self.size == 1:
             return PendingExchange(rows, None, rows)
         received = rows.new_empty(sum(back), *rows.shape[1:])
@@ -94,23 +95,23 @@ class Communicator:
         return torch.cat([whole[i * most : i * most + n] for i, n in enumerate(counts)])
 
     def gather_into(self, whole: Tensor, rows: Tensor) -> None:
-        """All-gather equally many rows of each peer into an existing tensor."""
+        """All-gather into an existing tensor; each peer gives equally many rows."""
         all_gather(whole, rows, group=self.group)
         self._count(rows, rows.shape[0] * (self.size - 1))
 
     def send(self, tensor: Tensor, number: int) -> dist.Work | None:
-        """Start to send to a peer, given its global rank. The tensor must live until the work is
-        done; None: the send is complete."""
+        """Start to send a tensor to a peer, given by its global rank, and return the work that
+        completes it; None if it is complete. The tensor must live until then."""
         self.sent += tensor.nbytes
         return dist.isend(tensor, number, group=self.group)
 
     def receive(self, place: Tensor, number: int) -> None:
-        """Wait for a tensor from a peer, given its global rank."""
+        """Wait for a tensor from a peer, given by its global rank, and write it into `place`."""
         dist.recv(place, number, group=self.group)
 
     def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to send tensors to the next peer and to receive into `places` from the previous
-        one. Neither side posts tensors without rows; both know the counts."""
+        """Start to send tensors to the next peer, and to receive into `places` from the previous
+        one. Tensors without rows are not sent; each side knows the other's counts."""
         ahead = self.number((self.index + 1) % self.size)
         behind = self.number((self.index - 1) % self.size)
         gone = [dist.P2POp(dist.isend, x, ahead, self.group) for x in sent if x.numel()]
@@ -120,8 +121,8 @@ class Communicator:
         return works
 
     def scatter_sum(self, rows: Tensor, counts: Counts) -> Tensor:
-        """Reduce-scatter: sum the peers' tensors in the dtype of `rows` and return this rank's rows
-        of the sum. `counts[i]` rows, one peer after the other, belong to peer i."""
+        """Reduce-scatter: sum the peers' `rows`, in their dtype, and return this rank's part of the
+        sum. Of the rows, in turn, `counts[i]` belong to peer i."""
         own = counts[self.index]
         parts = self.exchange(rows, counts, [own] * self.size).unflatten(0, (self.size, own))
         total = parts[0].clone()
@@ -130,7 +131,7 @@ class Communicator:
         return total
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """All-reduce in place and return the tensor."""
+        """All-reduce: sum a tensor over peers, in place, and return it."""
         if self.size == 1:
             return tensor
         dist.all_reduce(tensor, group=self.group)
@@ -143,20 +144,20 @@ class Communicator:
 
 @dataclass(slots=True)
 class Pipeline:
-    """One pipeline stage's sends to and receives from its neighbours during a step."""
+    """The sends and receives of one pipeline stage during a step."""
 
     peers: Communicator
     sending: deque[tuple[dist.Work | None, Tensor]] = field(default_factory=deque)  # pending sends
 
     def send(self, tensor: Tensor, *, up: bool) -> None:
-        """Start to send to the next stage (`up`), or to the previous one."""
+        """Start to send a tensor to the next stage if `up`, else to the previous one."""
         tensor = tensor.contiguous()
         self.sending.append((self.peers.send(tensor, self._other(up)), tensor))
         while len(self.sending) > CHUNKS_UNDER_WAY:
             self._wait()
 
     def receive(self, place: Tensor, *, up: bool) -> Tensor:
-        """Receive from the previous stage (`up`), or from the next one."""
+        """Receive a tensor from the previous stage if `up`, else from the next one."""
         self.peers.receive(place, self._other(not up))
         return place
 

@@ -74,9 +74,9 @@ class ParallelContext:
             self.among(*axes)
 
     def among(self, *axes: str, alone: bool = True) -> Communicator:
-        """Return the communicator of the ranks that differ from this one in these axes alone. The
-        first call with these axes is a collective of all ranks. With `alone` the communicator may
-        have no process group if this rank is the only one."""
+        """Return the communicator of the ranks that share this rank's position on all axes but
+        these. The first call with these axes is a collective of all ranks. With `alone` the
+        communicator may have no process group if it has only this rank."""
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
             self.groups[axes] = Communicator(None)
@@ -86,8 +86,8 @@ class ParallelContext:
         return peers
 
     def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
-        """Return one process group for all axes that have the same ranks: a gloo group takes
-        threads and half a second, and five axes of most layouts have one rank."""
+        """Return the process group for these axes. Axes with the same ranks share it: a gloo group
+        takes threads and half a second, and five axes of most layouts have one rank."""
         several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
         if not several and alone:
             return None
@@ -102,7 +102,8 @@ class ParallelContext:
         return self.made[several]
 
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of each rank, in the order of ranks; all ranks give equally many."""
+        """Return the numbers that each rank passed, in the order of ranks; all ranks pass equally
+        many."""
         record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
@@ -111,7 +112,8 @@ class ParallelContext:
 
     @contextmanager
     def agreement(self, call: str) -> Iterator[Agreement]:
-        """Compare this rank's facts about a call with those of the other ranks when the block ends.
+        """Check that ranks are about to make the same call: the block notes facts, which are
+        compared when it ends.
 
         A rank whose block raises sends its message to the others, which raise it too, so the block
         must not communicate. See Note: [One exchange].
@@ -142,7 +144,8 @@ class ParallelContext:
             raise UnsupportedError(self._difference(everyone))
 
     def _unlike(self, table: list[list[int]]) -> bool:
-        """Return whether the digests of a scope differ between ranks that must agree."""
+        """Return whether digests differ between ranks that must agree. `table` has a row per
+        rank."""
         return any(
             len({table[n][number] for n in peers}) > 1
             for number, scope in enumerate(SCOPES)
@@ -150,14 +153,14 @@ class ParallelContext:
         )
 
     def _groups_of(self, scope: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that form a scope, one per position on the other axes."""
+        """Return the groups of ranks within which facts of a scope must agree."""
         if scope not in self.scopes:
             numbers = range(self.layout.devices())
             self.scopes[scope] = sorted({Rank(self.layout, n).peers(*scope) for n in numbers})
         return self.scopes[scope]
 
     def _texts(self, mine: str) -> list[str]:
-        """Return the text of each rank."""
+        """Return the text that each rank passed, in the order of ranks."""
         peers = self.among(*AXES)
         own = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
         sizes = [size for (size,) in self.figures([len(own)])]
@@ -165,7 +168,8 @@ class ParallelContext:
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
 
     def _difference(self, everyone: list[dict[str, Any]]) -> str:
-        """Return the message that names how the ranks differ, the same on every rank."""
+        """Return an error message that says how the ranks' facts differ; it is the same on every
+        rank."""
         refused = [(n, said["refusal"]) for n, said in enumerate(everyone) if "refusal" in said]
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
@@ -182,7 +186,7 @@ class ParallelContext:
         return "; ".join(found[:SHOWN]) + f"{more}; give every rank the same"
 
     def refuse_unlike(self, what: str, value: Fact) -> None:
-        """Raise UnsupportedError on all ranks if `value` differs among them."""
+        """Raise UnsupportedError on all ranks if `value` differs between them; `what` names it."""
         with self.agreement(what) as same:
             same.add({what: value})
 
@@ -196,7 +200,7 @@ def _words_of(error: Exception) -> str:
 
 
 def weight_facts(model: nn.Module) -> dict[str, Fact]:
-    """Return a description of every weight, for ranks that each have the whole model.
+    """Return checksums of every weight, to check that ranks hold the same model.
 
     Weights are compared by checksums: sums over the bits of each parameter, weighted by their
     position along each dimension, which take one pass over the weights per dimension.
@@ -226,9 +230,8 @@ def run_on_rank0(
     raised: tuple[type[Exception], ...] = (UnsupportedError,),
     what: str = "its work for all ranks",
 ) -> T:
-    """Return on every rank the value that `work` returns on rank 0; the others wait for it. An
-    exception of the types in `raised` is raised on every rank. `what`: label for the timeout
-    message."""
+    """Run `work` on rank 0 alone and return its result on every rank; the others wait. An exception
+    of the types in `raised` is raised on every rank. `what`: label for the timeout message."""
     said: tuple[Any, Exception | None] = None, None
     if dist.get_rank() == 0:
         try:
@@ -243,7 +246,7 @@ def run_on_rank0(
 
 
 def broadcast_bits(tensor: Tensor) -> None:
-    """Copy rank 0's bits into every rank's tensor."""
+    """Overwrite a tensor on every rank with rank 0's values, bit for bit."""
     # Every backend can send bytes, whatever the dtype.
     there = tensor.detach()
     flat = there.contiguous().reshape(-1).view(torch.uint8)
@@ -256,8 +259,8 @@ WeightForm = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires
 
 
 def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
-    """Return whether rank 0 alone has the weights; False: every rank has them all. All ranks call
-    it. Raises UnsupportedError for anything else."""
+    """Return whether rank 0 alone has loaded the weights; False if every rank has them all. All
+    ranks call it. Raises UnsupportedError if weights are missing in any other way."""
     here = {not p.is_meta for p in model.parameters()}
     peers = ranks.among(*AXES)
     mine = torch.tensor([len(here) > 1, True in here], dtype=torch.int32, device=ranks.device)
@@ -274,8 +277,8 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Rank0Weights:
-    """The weights of a model, moved out: rank 0 holds them, and on every rank the model holds meta
-    tensors of the same shapes and dtypes. Rank 0 reads the model once, and no device holds more
+    """A model's weights, held by rank 0 until they are sent; on every rank the model has meta
+    tensors of their shapes and dtypes. So rank 0 reads the model once, and no device holds more
     than its shard and one whole weight."""
 
     ranks: ParallelContext
@@ -284,8 +287,8 @@ class Rank0Weights:
 
     @classmethod
     def of(cls, ranks: ParallelContext, model: nn.Module) -> "Rank0Weights":
-        """Take the weights out of rank 0's model and copy rank 0's buffers to the device of every
-        rank. Raises UnsupportedError if the ranks' models have different modules."""
+        """Move the weights out of rank 0's model, and copy its buffers to the device of every rank.
+        Raises UnsupportedError if the ranks' models have different modules."""
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
         shapes = {n: str(tuple(x.shape)) for n, x in (*places.items(), *model.named_buffers())}
@@ -307,9 +310,12 @@ class Rank0Weights:
         return cls(ranks, forms, {n: p.detach() for n, p in named.items()} if first else {})
 
     def give(self, take: Callable[[str, Tensor], None]) -> None:
-        """Call `take` on every rank with the name and the whole value of each weight, on the
-        device. The tensor is freed before the next one unless `take` keeps it. All ranks call this
-        once: rank 0 drops each weight after its broadcast."""
+        """Broadcast the weights one by one, and call `take` on every rank with each one's name and
+        whole value, on the device.
+
+        The tensor is freed before the next one unless `take` keeps it. All ranks call this once:
+        rank 0 drops each weight after its broadcast.
+        """
         for name, (shape, dtype, _) in self.forms.items():
             take(name, self._whole(name, shape, dtype))
 
@@ -325,7 +331,8 @@ class Rank0Weights:
 def broadcast_from_rank0(
     ranks: ParallelContext, model: nn.Module, home: torch.device | None = None
 ) -> None:
-    """Broadcast all weights to every rank, on its device or on `home`. All ranks call it."""
+    """Give every rank's model all weights of rank 0's, on its device or on `home`. All ranks call
+    it."""
     if not is_on_rank0_only(ranks, model):
         return
     weights = Rank0Weights.of(ranks, model)
@@ -346,7 +353,7 @@ def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, WeightForm]:
 
 
 def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return the first name of the parameter at each name."""
+    """Return, for each name of a parameter, the first name of the same parameter."""
     first = {id(p): name for name, p in named.items()}
     return {name: first[id(p)] for name, p in places.items()}
 

@@ -52,7 +52,8 @@ UNNAMED = "its own work"
 
 
 def machine_name() -> str:
-    """Return a name shared by exactly the ranks that see each other's processes."""
+    """Return an identifier of the machine, equal for exactly those ranks that see each other's
+    processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with suppress(OSError):
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -61,7 +62,8 @@ def machine_name() -> str:
 
 @dataclass(slots=True)
 class SyncRecord:
-    """The progress of this process, which is in one process group."""
+    """This process's count of synchronisations and its present activity; it is in one process
+    group."""
 
     syncs: int = 0  # synchronisations reached
     activity: str = UNNAMED
@@ -71,13 +73,14 @@ sync_record = SyncRecord()
 
 
 def record_sync() -> None:
-    """Count one more synchronisation of all ranks; call it before each one outside of steps."""
+    """Count a synchronisation of all ranks. Call it before each one outside of steps."""
     sync_record.syncs += 1
 
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Name this rank's activity inside the block, for the others' error if it takes too long."""
+    """Note what this rank does inside the block, for the error that other ranks raise if it takes
+    too long."""
     before, sync_record.activity = sync_record.activity, what
     try:
         yield
@@ -118,7 +121,7 @@ _MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first rank that failed."""
+    """The rank that failed first, and why."""
 
     rank: int
     cause: str
@@ -128,7 +131,7 @@ class Fault:
 
 
 class _Home(NamedTuple):
-    """The location of a rank's process."""
+    """The machine and the process of a rank."""
 
     machine: str  # see `machine_name`
     process: int
@@ -136,19 +139,19 @@ class _Home(NamedTuple):
 
 
 class BackgroundTask(Protocol):
-    """Work that the thread of a FailureDetector does at each heartbeat."""
+    """Work that a FailureDetector's thread does at each heartbeat."""
 
     def look(self, store: Store) -> None:
-        """Run once per heartbeat while no fault is known. May raise the store's RuntimeError, and
-        ValueError for entries that farspan did not write."""
+        """Do the work of one heartbeat; not called once a fault is known. May raise the store's
+        RuntimeError, and ValueError for entries that farspan did not write."""
 
     def give_up(self) -> None:
-        """End the work: no heartbeat follows, or a fault is known. May be called again."""
+        """End the work, because heartbeats end or a fault is known. May be called again."""
 
 
 class FailureDetector:
-    """Tells every rank which one failed first. As a context it publishes an exception that leaves
-    the block, or raises RankFailed if another rank failed before.
+    """Tells every rank which rank failed first. It is a context: an exception that leaves the block
+    is published to the other ranks, or RankFailed is raised if another rank failed before.
 
     `leave` ends this process when it waits for a rank that failed, or when the store has not
     answered for `patience` seconds; None: it waits until its collective fails. `task` runs at every
@@ -181,8 +184,9 @@ class FailureDetector:
         self._where = self._meet()
 
     def _meet(self) -> list[_Home]:
-        """Return the location of each rank. All ranks call it, and when it returns, all have read
-        the locations. Raises RankFailed if a rank does not come."""
+        """Exchange where each rank's process runs, and return it for all ranks. All ranks call it,
+        and when it returns, all have read the answers. Raises RankFailed if a rank does not
+        come."""
         keys = [f"where/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], json.dumps(self._home))
         try:
@@ -217,8 +221,8 @@ class FailureDetector:
             raise found from error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """Return the exception that this rank raises for its own `error`, and tell the others that
-        it has left. See Note: [The store]."""
+        """Return the exception to raise for this rank's `error`, and tell the others that this rank
+        has left. See Note: [The store]."""
         found: list[BaseException] = []
 
         def part() -> None:
@@ -239,7 +243,8 @@ class FailureDetector:
         return self._no_answer() if silent else error
 
     def _verdict(self, error: BaseException) -> BaseException:
-        """Return the exception that this rank raises for its own `error`."""
+        """Return the exception to raise for this rank's `error`: itself, or RankFailed if another
+        rank failed first."""
         words = _words(error)
         try:
             waited = _of_a_collective(error)
@@ -263,7 +268,7 @@ class FailureDetector:
         return error
 
     def _is_host_gone(self) -> bool:
-        """Return whether rank 0 owned the store and its process has ended."""
+        """Return whether the store has ended with rank 0's process, which owned it."""
         if self._store_of is not None or self.rank == 0:
             return False
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT / 2  # it closes its files first
@@ -272,7 +277,8 @@ class FailureDetector:
         return not self._lives(0)
 
     def _no_answer(self) -> RankFailed:
-        """Return the error for a store that does not answer, with the state of its owner."""
+        """Return the error to raise if the store does not answer, with the state of the process
+        that owns it."""
         if self._known is not None:
             return self._known.error()
         if self._store_of is None and self.rank:
@@ -284,7 +290,7 @@ class FailureDetector:
         )
 
     def _silent(self, rank: int) -> Fault:
-        """Return the fault of a rank without heartbeats, with the state of its process."""
+        """Return the fault of a rank that sends no heartbeats, with the state of its process."""
         if not self._lives(rank):
             return _exited(rank)
         home = self._where[rank]
@@ -295,14 +301,14 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own(self, error: BaseException, words: str) -> Fault:
-        """Return the fault that this rank reports if no other was first."""
+        """Return the fault to report for this rank's own error, if no rank reported one before."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
 
     def _wait_for_cause(self) -> Fault | None:
-        """Return the fault of the rank that failed, or of the one that was late, after a collective
-        failed. None: all others live, have reached as many synchronisations and report nothing."""
+        """Return why a collective failed: the fault of the rank that failed, or of the one that was
+        late. None if all others live, have reached as many synchronisations and report nothing."""
         late = self._behind()
         before = {rank: self._store.add(f"heartbeat/{rank}", 0) for rank in self._others()}
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
@@ -324,8 +330,8 @@ class FailureDetector:
         return None
 
     def _behind(self) -> dict[int, str]:
-        """Return the activity of each rank that has reached fewer synchronisations than this one;
-        the rank with the fewest comes first."""
+        """Return the activities of ranks that have reached fewer synchronisations than this one, by
+        rank, the slowest first."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
@@ -336,14 +342,15 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 raises the same error, perhaps a little later."""
+        """Return whether rank 0 raises the same error; wait a moment for it."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
         return self._store.check(["word/0"]) and self._store.get("word/0") == words.encode()
 
     def _stay(self) -> None:
-        """Wait for the others: rank 0 may own the store, which ends with it."""
+        """Keep rank 0's process alive until the others have left: it may own the store, which ends
+        with it."""
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         fault = self._fault(self._store)
         hangs = None  # a rank that does not leave
@@ -356,7 +363,7 @@ class FailureDetector:
             time.sleep(HEARTBEAT / 10)
 
     def _watch(self) -> None:
-        """Send heartbeats until the end; see Note: [The thread]."""
+        """Send heartbeats until the block ends; see Note: [The thread]."""
         try:
             self._send_heartbeats()
         finally:
@@ -365,8 +372,8 @@ class FailureDetector:
                 self._task.give_up()
 
     def _listen(self) -> None:
-        """Measure how long the store has not answered, see Note: [The store]. It counts its own
-        rounds: while this process was frozen, the store did not fail to answer."""
+        """Measure for how long the store has not answered, see Note: [The store], by counting
+        rounds of this loop: the time for which this process itself was frozen does not count."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
@@ -403,7 +410,8 @@ class FailureDetector:
             self._task.give_up()
 
     def _missed(self, store: Store) -> Fault | None:
-        """Return the fault of a rank whose process ended without reporting an error."""
+        """Return the fault of a rank whose process has ended without reporting an error, if there
+        is one."""
         for rank in self._others():
             # The order matters: a rank reports that it leaves before its process ends.
             if not self._lives(rank) and not self._has_left(rank, store):
@@ -411,17 +419,19 @@ class FailureDetector:
         return None
 
     def _lives(self, rank: int) -> bool:
-        """Return whether a rank's process lives, as far as this one can see."""
+        """Return whether a rank's process still exists; True for ranks on other machines."""
         home = self._where[rank]
         return home.machine != self._home.machine or _status(home.process) != GONE
 
     def _is_stopped(self, rank: int) -> bool:
-        """Return whether a rank's process is stopped by a signal, as far as this one can see."""
+        """Return whether a signal has stopped a rank's process; False for ranks on other
+        machines."""
         home = self._where[rank]
         return home.machine == self._home.machine and _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
-        """Return the first fault of the run: `fault`, unless a rank claimed one before."""
+        """Publish `fault`, unless a rank has published one before, and return the fault that
+        counts."""
         if store.add("faults", 1) == 1:
             store.set("fault", json.dumps([fault.rank, fault.cause]))
         return self._read_fault(store)
@@ -432,7 +442,8 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _read_fault(self, store: Store) -> Fault:
-        """Wait for the claimed fault and return it, or one of this rank for a foreign entry."""
+        """Wait for the published fault and return it; if another program wrote the entry, a fault
+        that says so."""
         text = store.get("fault").decode(errors="replace")
         try:
             rank, cause = json.loads(text)
@@ -453,13 +464,12 @@ def is_shared(error: BaseException) -> bool:
 
 
 def exit_process(error: RankFailed) -> None:
-    """Print the error and end the process, even if it waits in a collective."""
+    """Print the error and end the process at once, even if a collective is waiting."""
     print(f"farspan: {error}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
 
 def _exited(rank: int) -> Fault:
-    """Return the fault of a rank whose process is gone."""
     return Fault(rank, "exited without reporting an error (killed?)")
 
 
@@ -472,7 +482,8 @@ def _words(error: BaseException) -> str:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return whether the message needs no type in front, as those of farspan's errors."""
+    """Return whether a message is shown without the exception's type, as those of farspan's errors
+    are."""
     return type(error).__module__.startswith("farspan.")
 
 
@@ -488,12 +499,11 @@ def _of_a_collective(error: BaseException) -> bool:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Return whether a collective of gloo timed out."""
     return isinstance(error, RuntimeError) and "Timed out" in str(error)
 
 
 def _status(process: int) -> str:
-    """Return the state of a process on this machine as psutil names it; `GONE` if ended."""
+    """Return the state of a process on this machine, as psutil names it; `GONE` if it has ended."""
     try:
         state = str(psutil.Process(process).status())
     except psutil.NoSuchProcess:
@@ -505,11 +515,12 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """One rank's side of Note: [Stopping together]. The main thread calls `pass_place`, the
-    heartbeat thread calls `look`, and signal handlers may call `ask`."""
+    """Lets all ranks stop at the same checkpoint, see Note: [Stopping together]; each rank has one.
+    The main thread calls `pass_place`, the heartbeat thread calls `look`, signal handlers may call
+    `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
-        """Create the state of a rank, which waits `patience` seconds for the others' answers."""
+        """Create this rank's side; it waits `patience` seconds for the others' answers."""
         self._rank, self._ranks, self._patience = rank, ranks, patience
         self._changed = threading.Condition()
         self._asked = 0
@@ -520,8 +531,8 @@ class CooperativeStop:
         self._missing = "all ranks"
 
     def ask(self, number: int) -> None:
-        """Ask all ranks to stop with a number above 0; of several the largest counts. It takes no
-        lock: a signal handler interrupts the thread that may hold it."""
+        """Request that all ranks stop, with a number above 0 as the reason; the largest counts. It
+        takes no lock: a signal handler interrupts the thread that may hold it."""
         self._asked = max(number, self._asked)
 
     @property
@@ -530,9 +541,9 @@ class CooperativeStop:
         return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:
-        """Return the number to stop with if all ranks stop here, 0 if they go on. All ranks call it
-        at the same checkpoints, between which they begin the same collectives. It waits only after
-        a request. Raises RankFailed if another rank does not answer."""
+        """Return the reason to stop if all ranks stop at this checkpoint, 0 if they go on. All
+        ranks call it at the same checkpoints, between which they begin the same collectives. It
+        waits only after a request. Raises RankFailed if another rank does not answer."""
         with self._changed:
             self._passed += 1
             if self._said is None or self._alone:
@@ -547,8 +558,8 @@ class CooperativeStop:
             return number if place == self._passed else 0
 
     def look(self, store: Store) -> None:
-        """Exchange requests at every heartbeat. Raises RuntimeError if the store is gone, and
-        ValueError for entries that no rank wrote."""
+        """Exchange requests to stop with the other ranks, at each heartbeat. Raises RuntimeError if
+        the store is gone, and ValueError for entries that no rank wrote."""
         if self._place is not None:
             return
         if self._said is None:
@@ -569,7 +580,8 @@ class CooperativeStop:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Stop waiting for the others: a rank or the store is gone, so collectives will fail."""
+        """Stop waiting for the others: a rank or the store is gone, so collectives will fail
+        anyway."""
         with self._changed:
             self._alone = True
             self._changed.notify_all()

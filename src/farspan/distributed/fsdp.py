@@ -40,13 +40,15 @@ UnitParameters = dict[nn.Parameter, tuple[str, list[ParameterSlot]]]  # first na
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the rows [start, stop) of `rank`, split as torch.chunk does."""
+    """Return the rows [start, stop) that `rank` holds of a sharded tensor, split as torch.chunk
+    does."""
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def shard_bytes(shape: Sequence[int], itemsize: int, ranks: int) -> int:
-    """Return the bytes of a rank's rows of a parameter, padded to as many as rank 0 has."""
+    """Return the bytes of one rank's shard of a parameter, padded to the shard of rank 0, the
+    largest."""
     rows = shape[0] if shape else 1
     width = torch.Size(shape[1:]).numel()
     return -(-rows // ranks) * width * itemsize
@@ -66,9 +68,8 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """Return the parameters of each unit, with their first names and all slots; layers not in
-    `here` get none. Raises UnsupportedError, beginning with `field`, for parameters that cannot be
-    moved unit by unit: one that several layers share, or two that overlap in memory."""
+    """Return the parameters of each unit, each with its first name and all modules that hold it;
+    layers not in `here` get none."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
@@ -97,7 +98,7 @@ def find_parameters(
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return the module, identity, dtype, shape and requires_grad of every parameter, by name."""
+    """Return, by name, each parameter's module, identity, dtype, shape and requires_grad."""
     return {
         f"{path}.{leaf}" if path else leaf: (module, id(p), p.dtype, p.shape, p.requires_grad)
         for path, module in model.named_modules()
@@ -107,7 +108,8 @@ def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
-    """Refuse parameters that share memory: they would be moved and updated apart."""
+    """Raise UnsupportedError if two parameters share memory: they would be moved and updated
+    apart."""
     found = []
     for unit in units:
         for x, (name, _) in unit.items():
@@ -142,14 +144,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion:
-    """A box of a tensor, contiguous in every dimension, in the rank's tensor and in the whole."""
+    """A box of elements that lies both in this rank's tensor and in the whole tensor."""
 
     here: tuple[int, ...]  # start in the rank's tensor
     there: tuple[int, ...]  # start in the whole
     sizes: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the region in the rank's tensor."""
+        """Return a view of the box in the rank's tensor."""
         for dim, (start, size) in enumerate(zip(self.here, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -157,13 +159,15 @@ class ShardRegion:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """A rank's part of a tensor of `shape`; without boxes the rank has none."""
+    """Where this rank's part of a tensor of `shape` lies in the whole; without boxes the rank has
+    no part."""
 
     shape: tuple[int, ...]
     boxes: tuple[ShardRegion, ...]
 
     def rows(self, start: int, stop: int) -> "ShardPlacement":
-        """Return the placement of rows [start, stop) of the rank's tensor, if cut once more."""
+        """Return the placement that is left if the rank's tensor is cut to its rows [start,
+        stop)."""
         kept = []
         for box in self.boxes:
             first, last = max(box.here[0], start), min(box.here[0] + box.sizes[0], stop)
@@ -187,8 +191,8 @@ def whole_placement(shape: Sequence[int]) -> ShardPlacement:
 
 
 def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> ShardPlacement:
-    """Return the placement of `ranges` of dimension `dim` of a whole of `shape`, one after the
-    other in the rank's tensor."""
+    """Return the placement of a rank that holds `ranges` of dimension `dim`, one after the
+    other."""
     starts = accumulate((stop - start for start, stop in ranges), initial=0)
     boxes = []
     for here, (start, stop) in zip(starts, ranges, strict=False):
@@ -205,7 +209,7 @@ Totals = MutableMapping[nn.Parameter, Tensor]
 
 
 class Stage(StrEnum):
-    """The tensors that are sharded, in ZeRO's names and FSDP2's terms. Gradients are the same bits
+    """ZeRO's stages of sharding: which tensors are sharded over ranks. Gradients are the same bits
     in every stage, except over several micro-batches in ZERO_1, which adds in another order.
 
     Optimizer states are sharded from ZERO_1 on, because the optimizer's parameters are.
@@ -222,7 +226,7 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _ShardedParameter:
-    """A parameter of a unit, with its shard and its place in the gathered memory."""
+    """A parameter of a unit as its two forms, shard and whole, and their memory."""
 
     name: str
     slots: list[ParameterSlot]
@@ -253,7 +257,8 @@ class _FsdpUnit:
 
 
 class ShardedParameters:
-    """The parameters of a model, sharded over the ranks of `peers`.
+    """A model's parameters, sharded over the ranks of `peers`, and gathered and reduced unit by
+    unit.
 
     Unit l is `layers[l]`; unit `outer` is everything else. Layers of a pipeline's other stages are
     left alone. Parameters without requires_grad are sharded too, buffers are not. A parameter on
@@ -273,12 +278,12 @@ class ShardedParameters:
         outer: Communicator | None = None,
         here: Collection[int] | None = None,
     ) -> None:
-        """Cut the model in place, unit by unit. `device` has the whole parameters; with `offload`
-        the shards, and so the optimizer states, lie in main memory between steps. `outer` are the
-        ranks that share the unit outside the layers, if more than `peers`: those of all stages of a
-        pipeline; `here` are the layers of this rank, None: all.
+        """Replace the model's parameters by this rank's shards, in place.
 
-        Raises UnsupportedError for a parameter that cannot be sharded.
+        `device` has the whole parameters; with `offload` the shards, and so the optimizer states,
+        lie in main memory between steps. `outer` are the ranks that share the unit outside the
+        layers, if more than `peers`: those of all stages of a pipeline; `here` are the layers of
+        this rank, None: all. Raises UnsupportedError for a parameter that cannot be sharded.
         """
         self.peers, self.device, self.stage, self.offload = peers, device, stage, offload
         self.outer = len(layers)
@@ -294,8 +299,8 @@ class ShardedParameters:
 
     def refuse_replaced(self, model: nn.Module) -> None:
         """Raise UnsupportedError if a parameter was replaced, added, removed, frozen or given other
-        memory since the model was sharded: gradients and gathered weights belong to the old ones.
-        No unit is gathered."""
+        memory since it was sharded: gradients and gathered weights belong to the old parameters.
+        Call it while no unit is gathered."""
         now = parameter_slots(model)
         for name in {**self._slots, **now}:
             old, new = self._slots.get(name), now.get(name)
@@ -319,19 +324,20 @@ class ShardedParameters:
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
-        """Copy this rank's rows from the whole value of the local parameter of that name."""
+        """Set this rank's shard of the parameter `name` (this stage's name) from its whole
+        value."""
         for cut in (cut for unit in self._units for cut in unit.cuts if cut.name == name):
             local(cut.own).copy_(whole if self.stage is Stage.ZERO_0 else whole[slice(*cut.rows)])
 
     # -- the program ----------------------------------------------------------------------------
 
     def gathered(self, unit: int) -> bool:
-        """Return whether the modules of a unit have whole parameters now."""
+        """Return whether a unit's modules hold their whole parameters now."""
         return self.stage is Stage.ZERO_0 or self._units[unit].gathered
 
     @torch.no_grad()
     def gather(self, unit: int) -> None:
-        """All-gather whole parameters of a unit, bit for bit. See Note: [One parameter at a
+        """All-gather a unit's whole parameters, bit for bit. See Note: [One parameter at a
         time]."""
         one = self._units[unit]
         if self.gathered(unit) or one.memory is None:
@@ -345,14 +351,15 @@ class ShardedParameters:
         one.put(True)
 
     def release(self, unit: int) -> None:
-        """Put a unit's sharded parameters back; stages that keep wholes wait for the step's end."""
+        """Replace a unit's whole parameters by their shards again; stages that keep weights whole
+        within a step do this at its end."""
         if self.stage is Stage.ZERO_3:
             self._release(self._units[unit])
 
     @torch.no_grad()
     def reduce(self, unit: int, totals: Totals) -> None:
-        """Reduce-scatter: add the sums over ranks of whole parameters' gradients to `.grad` of the
-        sharded ones, in the gradients' dtype, in the order of ranks. Takes them out of `totals`.
+        """Reduce-scatter a unit's gradients: take those of whole parameters out of `totals`, sum
+        them over ranks in the order of ranks, and add this rank's rows to `.grad` of the shards.
 
         A rank without a gradient of a parameter contributes zeros; if no rank has one, `.grad`
         stays as it is. In ZERO_1 gradients add up until the step's end.
@@ -376,10 +383,12 @@ class ShardedParameters:
         places: Mapping[nn.Parameter, Tensor],
         before: Mapping[nn.Parameter, Tensor],
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield, in ZERO_0, each parameter with a gradient on some rank, and the sum of `before`
-        and the ranks' totals, in the order of ranks. Use a sum before asking for the next; all
-        ranks iterate to the end. Takes the gradients out of `totals`; a missing one is made in its
-        place."""
+        """Yield, in ZERO_0, each parameter that has a gradient on some rank, with the gradient
+        summed over ranks in their order, plus its value in `before`.
+
+        Use a sum before asking for the next; all ranks iterate to the end. Gradients are taken out
+        of `totals`; where this rank has none, the memory in `places` is zeroed and used.
+        """
         one = self._units[unit]
         for cut in self._summed(one, totals):
             total = totals.pop(cut.whole, None)
@@ -388,15 +397,16 @@ class ShardedParameters:
 
     @torch.no_grad()
     def end(self, *, sync: bool = True) -> None:
-        """End a step: release every unit. In ZERO_1 gradients are reduced if `sync`: pass False
-        after all but the last of the micro-batches of an update."""
+        """End a step: release every unit. In ZERO_1, gradients are also reduced if `sync`; pass
+        False for each micro-batch of an update but the last."""
         for unit in self._units:
             self._release(unit)
             if self.stage is Stage.ZERO_1 and sync:
                 self._reduce(unit, unit.held)
 
     def abandon(self) -> None:
-        """End an unfinished step: release every unit and drop held gradients."""
+        """End an unfinished step: release every unit, and drop gradients that were not reduced
+        yet."""
         for unit in self._units:
             self._release(unit)
             unit.held.clear()
@@ -404,18 +414,18 @@ class ShardedParameters:
     # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
-        """Return the whole parameters of a unit by name; they stay the same objects for good."""
+        """Return a unit's whole parameters by name; these objects stay the same in every step."""
         return {cut.name: cut.whole for cut in self._units[unit].cuts}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the optimizer's parameters by name in the model: DTensors, but in ZERO_0."""
+        """Return the parameters to optimize, by name: DTensors, or plain parameters in ZERO_0."""
         return {cut.name: cut.own for unit in self._units for cut in unit.cuts}
 
     def places(
         self, before: Mapping[str, ShardPlacement] | None = None
     ) -> dict[str, ShardPlacement]:
-        """Return the placement of this rank's part of each parameter; `before` has the placements
-        of parameters that were already parts before sharding."""
+        """Return where this rank's part of each parameter lies in the whole. `before`: the
+        placements of parameters that were already one rank's parts before sharding."""
         found = {}
         for cut in (cut for unit in self._units for cut in unit.cuts):
             place = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
@@ -423,8 +433,8 @@ class ShardedParameters:
         return found
 
     def wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter whole, one unit at a time; valid until the next is asked for. Every
-        rank must iterate to the end, even if it uses none."""
+        """Yield every parameter's name and whole value, gathered one unit at a time and valid until
+        the next is requested. Every rank must iterate to the end, even if it uses none."""
         for index, unit in enumerate(self._units):
             before = unit.gathered
             self.gather(index)
@@ -512,7 +522,7 @@ class ShardedParameters:
             self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
 
     def _summed(self, unit: _FsdpUnit, totals: Totals) -> list[_ShardedParameter]:
-        """Return the parameters that some rank has a gradient of."""
+        """Return the unit's parameters that have a gradient on at least one rank."""
         cuts = [cut for cut in unit.cuts if cut.own.requires_grad]
         if not cuts:
             totals.clear()
@@ -530,8 +540,8 @@ class ShardedParameters:
         total: Tensor | None,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Return this rank's rows of the sum over ranks, plus its rows of `before`; all rows in
-        ZERO_0, in the memory of `total` if they fill it."""
+        """Return this rank's rows of a gradient summed over ranks, plus these rows of `before`. In
+        ZERO_0: all rows, in the memory of `total` if its size fits."""
         ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
@@ -563,7 +573,7 @@ class ShardedParameters:
         return own[: count * width].view(count, *shape[1:])
 
     def _add(self, unit: _FsdpUnit, cut: _ShardedParameter, total: Tensor) -> None:
-        """Add to the shard's gradient in the dtype of the total, rounded once."""
+        """Add a summed gradient to `.grad` of the shard, in the sum's dtype, and round once."""
         total = total.to(self._home)
         if cut.own.grad is not None:
             total += local(cut.own.grad)
@@ -574,21 +584,22 @@ class ShardedParameters:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds, sharing its memory; outside of autograd."""
+    """Return this rank's part of a tensor, as a view without autograd."""
     with torch.no_grad():
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of `.grad`: `grad_dtype`, or that of sums if it is None, which lets `.grad`
-    be wider than the gradients that autograd gives."""
+    """Return the dtype for a parameter's `.grad`: its `grad_dtype`, or else the accumulate dtype,
+    which may be wider than the gradients of autograd."""
     wanted = parameter.grad_dtype
     return accumulate_dtype(parameter.dtype) if wanted is None else wanted
 
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of this rank's part of gradients, a float64 scalar on `device`. The
-    caller sums over the ranks that hold other parts, and handles parts that several ranks hold."""
+    """Return the sum of squares of this rank's parts of gradients, a float64 scalar on `device`.
+    The caller sums over the ranks that hold other parts, and handles parts that several ranks
+    hold."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
@@ -597,7 +608,7 @@ def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _typed_view(memory: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a view of `memory` from byte `start` on, with a version counter of its own."""
+    """Return a tensor over `memory` from byte `start` on, with a version counter of its own."""
     shape = torch.Size(shape)
     view = torch.empty(0, dtype=dtype, device=memory.device)
     strides = torch.empty(shape, device="meta").stride()

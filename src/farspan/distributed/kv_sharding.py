@@ -49,21 +49,23 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """Keys and values of earlier chunks that can be read as whole rows, as ranks send them."""
+    """`KeyValues` whose earlier keys and values can also be read and added to as whole rows, in the
+    layout that ranks send."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """Return K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, if any;
-        valid until the cell is done."""
+        """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] before the chunk, if any; valid
+        until the cell is done."""
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
-        """Add to dK, dV of the same rows, in the accumulate dtype. Called once in a backward, after
-        all calls of `keys` and `add_gradient`."""
+        """Add dK and dV of the rows that `prefix_rows` returns, in the accumulate dtype. Called
+        once per backward, after all calls of `keys` and `add_gradient`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Attention of one chunk round the ring. Calls hold the blocks of this rank's queries against
-    its own rows, and their q_start is the first query of this rank."""
+    """Attention of one chunk whose keys travel round a ring of ranks. The `AttentionCall` that it
+    gets holds this rank's queries against this rank's rows, and its q_start is this rank's first
+    query."""
 
     peers: Communicator
     rows: Sequence[tuple[int, int]]  # of each rank: rows before the chunk, rows of the chunk
@@ -79,8 +81,8 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse over the keys of all ranks, as `chunk.attend` does, for the queries q
-        [B, H, n, D] and keys k, v [B, Hk, n, D] of this rank's part of the chunk."""
+        """Return out and lse of this rank's queries over the keys of all ranks, as `chunk.attend`
+        does. q [B, H, n, D] and k, v [B, Hk, n, D] are this rank's part of the chunk."""
         out, lse = self.attend_blocks(call, q, k, v, key_values)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -90,7 +92,7 @@ class Ring:
     def attend_blocks(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of `attend` without sinks, before rounding."""
+        """Return out and lse as `attend` does, but without sinks and before out is rounded."""
         others = self._others(k, v, key_values)
         out, lse = attend_blocks(call, q, k, v, key_values)
         out = out.to(lse.dtype)
@@ -108,9 +110,9 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the complete dq, dk and dv of this rank's part of the chunk, and its queries'
-        share of d sinks, as `chunk.attend_backward` does. Gradients of this rank's earlier rows,
-        from the queries of all ranks, go to `key_values`."""
+        """Return dq, dk and dv of this rank's part of the chunk, summed over ranks, and its
+        queries' share of d sinks, as `chunk.attend_backward` does. Gradients of this rank's earlier
+        rows, from the queries of all ranks, go to `key_values`."""
         q, k, v = of_keys
         others = self._others(k, v, key_values)
         dq, dk, dv, _ = attend_backward(call, dout, q, k, v, attended, key_values)
@@ -135,14 +137,16 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return the call against the rows of another peer, all of which are earlier keys."""
+        """Return the settings of attention to the rows of peer `source`, all of which count as
+        earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(
         self, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> Iterator[tuple[int, "_PeerRows"]]:
-        """Yield every other peer and its rows, the previous one first. Own rows are in flight when
-        this returns, and so are those of the next peer while one's are used."""
+        """Yield the other peers and their rows, from the previous peer backwards. Transfers
+        overlap: own rows are in flight when this returns, and the next peer's while one peer's are
+        used."""
         if self.peers.size == 1:
             return iter(())
         index = self.peers.index
@@ -163,15 +167,16 @@ class Ring:
             yield source, _PeerRows(k, v)
 
     def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
-        """Start to send K, V of `source`, both earlier and new, and to receive its
-        predecessor's."""
+        """Start to send the rows of peer `source` to the next rank, and to receive those of the
+        peer before it."""
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
         return _pass_on(self.peers, parts, places, (k, v))
 
     def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
-        """Start to send dK, dV of `source` and to receive those of the peer before it."""
+        """Start to send the dK, dV of peer `source` to the next rank, and to receive those of the
+        peer before it."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
         return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))
@@ -179,7 +184,7 @@ class Ring:
 
 @dataclass(slots=True)
 class _PeerRows:
-    """K [T, B, Hk, D] and V [T, B, Hk, Dv] of a peer: `KeyValues` of earlier keys alone."""
+    """K [T, B, Hk, D] and V [T, B, Hk, Dv] received from a peer, read as `KeyValues`."""
 
     k: Tensor
     v: Tensor
@@ -198,21 +203,21 @@ class _PeerRows:
             total[start:stop, rows] += part.permute(2, 0, 1, 3)
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Add dK, dV of all rows from peers that computed them earlier."""
+        """Add the dK and dV of these rows that other ranks computed before."""
         for total, part in zip(self.gradients, (dk, dv), strict=True):
             total += part
 
 
 @dataclass(slots=True)
 class _Pass:
-    """Tensors kept in flight to the next peer, and those received from the previous one."""
+    """Tensors on their way to the next peer, and those to be received from the previous one."""
 
     works: list[dist.Work]
     sent: Sequence[Tensor]
     received: tuple[Tensor, Tensor]
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the transfers and return the received tensors."""
+        """Wait for the transfers, and return the received tensors."""
         for work in self.works:
             work.wait()
         self.sent = ()
@@ -225,7 +230,8 @@ def _pass_on(
     places: Sequence[Tensor],
     received: tuple[Tensor, Tensor],
 ) -> _Pass:
-    """Start a pass. `places` are parts of `received`, in the previous peer's shapes."""
+    """Start to send tensors to the next peer and to receive from the previous one into `places`,
+    which are parts of `received`."""
     return _Pass(peers.pass_round(sent, places), sent, received)
 
 
@@ -238,8 +244,9 @@ Attended = tuple[Tensor, Tensor]  # out, lse
 
 @dataclass(frozen=True, slots=True)
 class KVShards:
-    """Attention of one chunk among the shards. Calls hold the blocks of all the chunk's queries
-    against the keys that this rank holds, in its rows; their q_start is that of the chunk.
+    """Attention of one chunk whose queries travel to the ranks that hold the keys. The
+    `AttentionCall` that it gets holds all queries of the chunk against this rank's rows, and its
+    q_start is the chunk's.
 
     With a `ring` the shards share the queries of one of its ranks, and each shard has a ring.
     """
@@ -258,8 +265,8 @@ class KVShards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> Attended:
-        """Return out [B, H, n, Dv] and lse over the keys of all ranks, as `chunk.attend` does, for
-        the queries q [B, H, n, D] of this rank's part and its keys k, v [B, Hk, t, D] of the
+        """Return out [B, H, n, Dv] and lse of this rank's queries over the keys of all ranks, as
+        `chunk.attend` does. q [B, H, n, D] and k, v [B, Hk, t, D] are this rank's part of the
         chunk."""
         of_all = _heads_first(self.peers.gather(_token_first(q), self.counts))
         if self.ring is None:
@@ -281,8 +288,8 @@ class KVShards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the complete dq of own queries and dk, dv of own keys, and the share of own
-        queries in d sinks, as `chunk.attend_backward` does. `attended` is the result of
+        """Return dq of this rank's queries and dk, dv of its keys, summed over ranks, and its
+        queries' share of d sinks, as `chunk.attend_backward` does. `attended` is the result of
         `attend`."""
         q, k, v = of_keys
         of_queries = [_token_first(x) for x in (q, attended[0], dout, attended[1])]
@@ -299,8 +306,8 @@ class KVShards:
         return dq, dk, dv, dsinks
 
     def _merged(self, out: Tensor, lse: Tensor) -> Attended:
-        """Return out and lse of this rank's queries over the keys of all ranks, from each rank's
-        partial results over its own keys; out is [B, n, H, Dv] in memory."""
+        """Exchange and merge the results that each rank computed from its own keys: return out and
+        lse of this rank's queries over all keys. out is [B, n, H, Dv] in memory."""
         both = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
         own, size = self.counts[self.peers.index], self.peers.size
         rows = self.peers.exchange(_token_first(both), self.counts, [own] * size)
@@ -320,7 +327,7 @@ def _whole(key_values: KeyValues) -> WholeRows:
 
 
 def _token_first(x: Tensor) -> Tensor:
-    """Return [B, H, C, D] or [B, H, C] as rows of tokens."""
+    """Return [B, H, C, D] or [B, H, C] with tokens first, as ranks send rows."""
     return (x.permute(2, 0, 1, 3) if x.ndim == 4 else x.permute(2, 0, 1)).contiguous()
 
 
@@ -329,19 +336,19 @@ def _heads_first(rows: Tensor) -> Tensor:
 
 
 def _pack(tensors: list[Tensor]) -> Tensor:
-    """Return rows of several tensors, of any dtypes, as rows of bytes."""
+    """Join the rows of several tensors, of any dtypes, into rows of bytes."""
     return torch.cat([_as_bytes(rows) for rows in tensors], 1)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """Return [n, ...] as [n, bytes]. Dimensions of one element may have any stride in a contiguous
-    tensor, and a view as bytes needs a last stride of 1."""
+    """View rows [n, ...] as bytes [n, bytes]. Dimensions of one element may have any stride in a
+    contiguous tensor, and a view as bytes needs a last stride of 1."""
     flat = rows.flatten(1)
     return flat.as_strided(flat.shape, (flat.shape[1], 1)).view(torch.uint8)
 
 
 def _unpack(rows: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that `_pack` joined; `like` has the dtypes and the shapes of rows."""
+    """Split rows of bytes into the tensors that `_pack` joined; `like` gives dtypes and shapes."""
     sizes = [x.shape[1:].numel() * x.element_size() for x in like]
     return [
         # The copy is aligned for its dtype.

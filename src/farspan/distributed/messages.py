@@ -31,7 +31,7 @@ MOST_BYTES = 2**31  # of a message: plans of 70B models take 2 MB
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of each rank of `group`, in their order.
+    """Return the values that the ranks of `group` pass, in the order of ranks.
 
     Raises:
         TypeError: `value` holds something other than data.
@@ -56,7 +56,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def broadcast(value: Any) -> Any:
-    """Return the value of rank 0 on every rank; the others' `value` is ignored.
+    """Return on every rank the value that rank 0 passes; other ranks' values are ignored.
 
     Raises:
         TypeError: Rank 0's value holds something other than data.
@@ -70,12 +70,13 @@ def broadcast(value: Any) -> Any:
 
 
 def send(value: Any, to: int) -> None:
-    """Send a value to one rank, which calls `receive`. Raises TypeError for other than data."""
+    """Send a value to one rank, which calls `receive`. Raises TypeError if it is not data."""
     _give(value, partial(dist.send, dst=to))
 
 
 def receive(source: int) -> Any:
-    """Return the value that rank `source` sends by `send`. Raises RankFailed for no message."""
+    """Wait for a value that rank `source` sends by `send`. Raises RankFailed if it sends something
+    else."""
     return _take(source, partial(dist.recv, src=source))
 
 
@@ -94,7 +95,7 @@ def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
 
 
 def _checked(size: int, sender: int) -> int:
-    """Return the bytes of a message. Raises RankFailed for a size that no message has."""
+    """Return the announced size of a message. Raises RankFailed for a size that no message has."""
     if not 0 <= size <= MOST_BYTES:
         raise RankFailed(
             f"rank {sender} announced a message of {size:,} bytes, but those of farspan have at "
@@ -104,14 +105,15 @@ def _checked(size: int, sender: int) -> int:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device that the group's backend sends from."""
+    """Return the device whose tensors the group's backend can send."""
     backends = dist.get_backend_config(group)
     on_cpu = "cpu:" in backends or backends in ("gloo", "mpi")
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as a message. Raises TypeError if it holds something other than data."""
+    """Encode a value as the bytes of a message. Raises TypeError if it holds something other than
+    data."""
     try:
         return json.dumps(_plain(value)).encode()
     except RecursionError as error:
@@ -121,7 +123,8 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, sender: int) -> Any:
-    """Return the value of a message. Raises RankFailed, naming the sender, if it is malformed."""
+    """Decode a message's bytes to the value. Raises RankFailed, naming the sender, if they are
+    malformed."""
     try:
         return _value(json.loads(data))
     except Exception as error:  # foreign bytes may raise anything
@@ -239,7 +242,8 @@ def _(value: Exception) -> Any:
 
 
 def _name_of(kind: type) -> str:
-    """Return the name by which `_class` finds a class. Raises TypeError for foreign classes."""
+    """Return a class's name in messages, `module:Qualified.Name`. Raises TypeError for foreign
+    classes."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _class(name) is not kind:
         raise TypeError(f"ranks can exchange only farspan's own classes, got {name}")
@@ -259,7 +263,8 @@ def _value(found: Any) -> Any:
 
 
 def _class(name: str) -> Any:
-    """Return the class `module:Qualified.Name`. Raises TypeError unless it is farspan's data."""
+    """Return the class that a message names. Raises TypeError unless it is a data class of
+    farspan's."""
     module, _, path = name.partition(":")
     if not _OWN.fullmatch(module):
         raise TypeError(f"{name} is not a class of farspan")
@@ -274,7 +279,8 @@ def _class(name: str) -> Any:
 
 
 def _instance(content: Any) -> Any:
-    """Fill an instance of a dataclass or a named tuple, without calling its code."""
+    """Build an instance of a dataclass or a named tuple from its fields, without calling its
+    code."""
     name, given = content
     kind = _class(name)
     names = kind._fields if issubclass(kind, tuple) else [own.name for own in fields(kind)]

@@ -37,8 +37,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # short messages go th
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """The place of this process among `ranks` processes; `local` is its index, and its GPU's, on
-    its machine, which has `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
+    """This process's rank among `ranks` processes. `local` is its index on its machine, and its
+    GPU's; the machine has `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
 
     rank: int
     ranks: int
@@ -47,7 +47,8 @@ class LaunchEnv:
 
 
 def launch_env() -> LaunchEnv | None:
-    """Return the place of this process; None without a launcher or process group."""
+    """Return this process's rank as the launcher or process group gives it; None if there is
+    neither."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return _placed(rank, dist.get_world_size())
@@ -57,7 +58,8 @@ def launch_env() -> LaunchEnv | None:
 
 
 def _placed(rank: int, ranks: int) -> LaunchEnv:
-    """Return the place of a rank; by default all ranks are on one machine."""
+    """Return the LaunchEnv of a rank; without the launcher's variables all ranks are on one
+    machine."""
     local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
     return LaunchEnv(rank, ranks, int(local), int(near))
 
@@ -66,8 +68,8 @@ def _placed(rank: int, ranks: int) -> LaunchEnv:
 def process_group(
     place: LaunchEnv, device: torch.device, seconds: float
 ) -> Iterator[CooperativeStop]:
-    """Create the process group, and destroy it at the end, unless it exists already; run its
-    FailureDetector, and yield the CooperativeStop of its ranks.
+    """Inside the block, have a process group with a FailureDetector; yield the CooperativeStop of
+    its ranks. A group that exists already is used, and kept at the end.
 
     A collective fails after `seconds`. An error inside the block names the first rank that failed.
     Raises RankFailed if the ranks do not come together; if the store is silent meanwhile, the
@@ -113,8 +115,8 @@ def process_group(
 
 @contextmanager
 def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
-    """Guard calls of the store before a FailureDetector watches. A store that answers does so
-    within `seconds`; calls of a silent one neither return nor raise, so the process ends. Raises
+    """Guard calls of the store while no FailureDetector runs yet: if the store does not answer
+    within `seconds`, end the process, because such calls neither return nor raise. Raises
     RankFailed for errors of the calls."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     host = _launcher() or f"rank 0, which has the store of all ranks at {where},"
@@ -141,8 +143,8 @@ def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
 
 
 def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
-    """Return the key-value store of all ranks. torchrun's agent keeps one store through all
-    attempts, with the addresses of dead ranks, so each attempt has a prefix of its own."""
+    """Connect to the key-value store of all ranks. torchrun keeps one store through all attempts,
+    with the addresses of dead ranks, so each attempt has a prefix of its own."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = place.rank == 0 and _launcher() is None
     store = TCPStore(
@@ -158,9 +160,9 @@ def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
 
 
 def _listen(host: str, port: int, is_far: bool) -> int | None:
-    """Return a socket that listens at MASTER_ADDR's own address alone; TCPStore would listen on
-    every interface. None if this machine has no such address (a service's name, say), if some ranks
-    are on other machines and the address is local, or if this process already uses the port."""
+    """Return a socket that listens on MASTER_ADDR alone; TCPStore would listen on every interface.
+    None if this machine does not have the address (a service's name, say), if some ranks are on
+    other machines and the address is local, or if this process already uses the port."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:  # TCPStore names the unknown host
@@ -181,7 +183,7 @@ def _listen(host: str, port: int, is_far: bool) -> int | None:
 
 
 def _launcher() -> str | None:
-    """Return a description of the launcher's store; None if rank 0 has the store."""
+    """Describe the launcher's store, for errors; None if rank 0 owns the store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return f"the launcher's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -191,8 +193,8 @@ _boards = 0
 
 
 def _number() -> int:
-    """Return the number of the next FailureDetector, which names its keys: ranks open detectors in
-    the same order."""
+    """Return the number of this process's next FailureDetector, which its keys carry: ranks open
+    detectors in the same order."""
     global _boards
     _boards += 1
     return _boards
@@ -207,7 +209,7 @@ OWN = ("data.cache",)  # keys that may differ from rank to rank
 
 
 class StopPoint(Enum):
-    """Points at which all ranks may leave a step or an evaluation."""
+    """Places in the work at which all ranks may stop."""
 
     BATCH = auto()  # before each batch of a step or an evaluation
     CELL = auto()  # after a cell of a step
@@ -216,7 +218,8 @@ class StopPoint(Enum):
 
 @dataclass(slots=True)
 class DistributedContext:
-    """This process in its run. All processes of a run make the same calls in the same order."""
+    """A run as one of its processes sees it. All processes make the same calls in the same
+    order."""
 
     device: torch.device
     launch: LaunchEnv | None = None  # None: alone
@@ -227,56 +230,53 @@ class DistributedContext:
 
     @property
     def is_rank0(self) -> bool:
-        """True on the process that writes the run folder and prints."""
+        """True on rank 0, the process that writes the run folder and prints."""
         return self.launch is None or self.launch.rank == 0
 
     @property
     def number(self) -> int:
-        """The rank of this process."""
         return 0 if self.launch is None else self.launch.rank
 
     @property
     def size(self) -> int:
-        """The number of processes."""
         return 1 if self.launch is None else self.launch.ranks
 
     @property
     def local_size(self) -> int:
-        """The number of processes on this machine."""
         return 1 if self.launch is None else self.launch.near
 
     @property
     def replica(self) -> int:
-        """The index of this rank's replica along `data`."""
+        """The index of this rank's replica along the axis `data`."""
         return 0 if self.ranks is None else self.ranks.rank.along["data"]
 
     @property
     def replicas(self) -> int:
-        """The number of replicas along `data`."""
         return self.layout.data
 
     def set_layout(self, layout: Layout) -> None:
-        """Place the ranks in a layout from now on."""
+        """Arrange the ranks along the axes of a layout, from now on."""
         if self.launch is not None:
             timeout = timedelta(seconds=self.timeout)
             self.ranks, self.layout = ParallelContext(layout, self.device, timeout), layout
 
     def maximum(self, value: int) -> int:
-        """Return the largest value of any rank."""
+        """Return the largest of the ranks' values."""
         return max(self.all_gather(value))
 
     def minimum(self, value: int) -> int:
-        """Return the smallest value of any rank."""
+        """Return the smallest of the ranks' values."""
         return min(self.all_gather(value))
 
     def request_stop(self, number: int) -> None:
-        """Ask all ranks to leave the step for this signal. A signal handler may call it."""
+        """Ask all ranks to stop because of a signal, given by its number. A signal handler may call
+        it."""
         if self.halt is not None:
             self.halt.ask(number)
 
     def must_stop(self, place: StopPoint) -> int:
-        """Return the signal's number if all ranks leave the step here, else 0. Only points that
-        every rank passes are counted."""
+        """Return the signal's number if all ranks stop at this point, else 0. Points that only some
+        ranks pass never stop."""
         # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
         # only, may be shorter than the others.
         if place is not StopPoint.BATCH and self.layout.pipeline > 1:
@@ -286,16 +286,17 @@ class DistributedContext:
         return 0 if self.halt is None else self.halt.pass_place()
 
     def stop_requested(self) -> bool:
-        """Return whether this rank knows that all will stop after a cell; others may not yet."""
+        """Return whether this rank knows that all ranks will stop after a cell; others may not know
+        yet."""
         return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
 
     def first_given(self, found: T | None) -> tuple[int, T] | None:
-        """Return the number and the value of the first rank whose value is not None, if any."""
+        """Return the first rank whose value is not None, and its value; None if all are None."""
         everyone = enumerate(self.all_gather(found))
         return next(((number, one) for number, one in everyone if one is not None), None)
 
     def gather_replicas(self, items: list[T]) -> list[T]:
-        """Return the items of all replicas, one replica after the other."""
+        """Return the lists of all replicas joined, in the order of replicas."""
         if self.ranks is None:
             return items
         found = self.all_gather(items)
@@ -303,18 +304,18 @@ class DistributedContext:
         return [item for rank in firsts for item in found[rank]]
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the value of each rank, in the order of ranks."""
+        """Return the values that the ranks pass, in the order of ranks."""
         return [value] if self.launch is None else _everyone(value)
 
     def sum_over_replicas(self, count: int) -> int:
-        """Return the sum of a count over replicas."""
+        """Return the sum of the replicas' counts."""
         if self.ranks is None:
             return count
         return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
 
     def run_on_rank0(self, work: Callable[[], T], what: str = "its work for all ranks") -> T:
-        """Return on every rank the value that `work` returns on rank 0; the others wait for it.
-        UnsupportedError and WriteFailed are raised on every rank too. `what`: label for the timeout
+        """Run `work` on rank 0 alone and return its result on every rank; the others wait.
+        UnsupportedError and WriteFailed are raised on every rank. `what`: label for the timeout
         message."""
         return (
             work()
@@ -323,14 +324,14 @@ class DistributedContext:
         )
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copy rank 0's tensors into those of every rank."""
+        """Overwrite tensors on every rank with rank 0's values."""
         if self.launch is None:
             return
         for tensor in tensors:
             broadcast_bits(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
-        """Raise UnsupportedError on all ranks if their values differ."""
+        """Raise UnsupportedError on all ranks if `value` differs between them."""
         if self.ranks is not None:
             self.ranks.refuse_unlike(what, value)
 
@@ -339,12 +340,9 @@ class DistributedContext:
 def join_run(
     launch: LaunchEnv | None, device: torch.device, values: Mapping[str, Any], timeout: float
 ) -> Iterator[DistributedContext]:
-    """Yield the context of this process, once all processes of the run are known to have the same
-    settings.
-
-    `device` is the run file's, `values` are the run's leaves by their dotted keys. Raises
-    UnsupportedError if ranks differ, and RankFailed if another rank failed.
-    """
+    """Inside the block, have this process joined to its run: all processes, known to have the same
+    settings. `device` is the run file's, `values` are the run file's settings by dotted key. Raises
+    UnsupportedError if ranks differ, and RankFailed if another rank failed."""
     if launch is None:
         yield DistributedContext(device)
         return
@@ -355,7 +353,7 @@ def join_run(
 
 
 def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.device:
-    """Return the device of this process. Raises UnsupportedError if another rank has it too."""
+    """Return this process's device. Raises UnsupportedError if another rank uses the same one."""
     if device.type != "cuda" or (device.index is not None and launch.ranks == 1):
         return device
     if device.index is not None:
@@ -372,7 +370,7 @@ def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.dev
 
 
 def _refuse_unlike(values: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if a rank has another run or other versions than rank 0."""
+    """Raise UnsupportedError if this rank's settings or versions differ from rank 0's."""
     given = {key: value for key, value in values.items() if key not in OWN}
     mine = {**given, "farspan": VERSION, "torch": torch.__version__}
     all_of = _everyone(mine)
@@ -387,7 +385,7 @@ def _refuse_unlike(values: Mapping[str, Any]) -> None:
 
 
 def _everyone(value: T) -> list[T]:
-    """Return the value of each rank of the process group, in their order."""
+    """Return the values that the ranks of the process group pass, in their order."""
     return messages.gather(value)
 
 

@@ -44,13 +44,13 @@ GatherFeatures = Callable[[str, Tensor, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A model whose layers are sharded over the peers along `tensor`."""
+    """A model whose decoder layers are sharded over the ranks along the axis `tensor`."""
 
     plan: TensorPlan
     peers: Communicator
 
     def cut_layers(self, layers: nn.ModuleList) -> None:
-        """Replace the sharded parameters by this rank's slices, once."""
+        """Replace the layers' sharded parameters by this rank's slices, in place. Call it once."""
         for layer, plan in zip(layers, self.plan.layers, strict=True):
             for name, cut in plan.cuts.items():
                 module, leaf = _weight_place(layer, name)
@@ -59,18 +59,19 @@ class TensorParallel:
                 put([(module._parameters, leaf, nn.Parameter(own, whole.requires_grad))])
 
     def is_cut(self, name: str) -> bool:
-        """Return whether this parameter of the model is sharded. If so, its gradient is complete on
-        every rank. The gradient of any other parameter is complete when summed over the peers."""
+        """Return whether the parameter `name` is sharded. If so, its gradient is complete on every
+        rank; the gradient of any other parameter must be summed over the peers."""
         return name in self.plan.cuts
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a tensor like the parameter, or the tensor itself if the
-        parameter is not sharded."""
+        """Return this rank's slice of a tensor that is shaped like the parameter `name`; the whole
+        tensor if that is not sharded."""
         cut = self.plan.cuts.get(name)
         return whole if cut is None else cut.slice(whole, self.peers.index, self.peers.size)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """Return the tensor of which each peer has a slice. All peers call it, name after name."""
+        """Gather the whole tensor from the peers' slices `local`. All peers call it, in the same
+        order."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return local
@@ -82,7 +83,8 @@ class TensorParallel:
     def shell(
         self, index: int, layer: Module, counts: Counts, inside: BlockWrapper | None = None
     ) -> Module:
-        """Return layer `index`, or its shell, for own tokens in and out: [B, counts[peer], h].
+        """Return layer `index`, wrapped so that this rank's tokens go in and come out, [B,
+        counts[peer], h].
 
         The layer's other inputs (position embeddings) cover the tokens of all peers, in their
         order; attention is called with those tokens and this rank's heads. `inside` may replace a
@@ -104,7 +106,7 @@ class TensorParallel:
 
 
 class _SharedBlock(StandIn):
-    """A block that takes a rank's own tokens and returns their outputs."""
+    """A block on the tokens of all ranks: gathers them, and scatters the sum of the outputs."""
 
     def __init__(
         self, inner: nn.Module, bias: nn.Parameter | None, peers: Communicator, counts: Counts
@@ -125,7 +127,8 @@ class _SharedBlock(StandIn):
 
 
 class _Wide(nn.Module):
-    """Runs a module on the features of all ranks, and returns the rank's own.
+    """Runs a module that needs the features of all ranks, and returns this rank's part of the
+    outputs.
 
     The backward gathers the gradients of all features too: the module computes the very bits that
     it does when whole, and no rank's part of a sum is rounded to the module's dtype.
@@ -152,7 +155,7 @@ class _Wide(nn.Module):
 
 
 class _LocalHeads:
-    """A configuration that counts one rank's heads."""
+    """A configuration whose numbers of heads are divided by the ranks."""
 
     def __init__(self, config: Any, ranks: int) -> None:
         self._config, self._ranks = config, ranks
@@ -165,8 +168,8 @@ class _LocalHeads:
 def local_block(
     module: nn.Module, block: TensorBlock, ranks: int, index: int, gather: GatherFeatures
 ) -> nn.Module:
-    """Return a shell of a block that uses this rank's slices of its weights, and so computes this
-    rank's share of the output sum, without the bias."""
+    """Return a block that uses this rank's slices of the weights: its output is this rank's part of
+    a sum over ranks, without the last bias."""
     last = module.get_submodule(block.last)
     inside: dict[str, nn.Module] = {
         block.last: shell_of(last, parameters={"bias": None}, own_forward=True)
@@ -195,14 +198,15 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """Return the same values, of which only some rows have a gradient."""
+    """Return the weight with equal values, of which only rows [start, start + size) have a
+    gradient."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightPlace:
-    """A rank's features among those of all ranks, at one module."""
+    """The range of features that one rank holds at a module."""
 
     module: str
     dim: int
@@ -218,8 +222,8 @@ class _WeightPlace:
 
 
 class _Every(torch.autograd.Function):
-    """Gathers the features of all ranks; all ranks continue with the same ones, so in the backward
-    each rank's own gradients are complete."""
+    """Gathers the features of all ranks. Every rank then computes the same, so in the backward each
+    rank's part of the gradient is complete without a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
@@ -232,7 +236,7 @@ class _Every(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """Selects a rank's own features; the backward gathers the gradients of all."""
+    """Selects this rank's features; the backward gathers the gradients of all ranks' features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
@@ -245,7 +249,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the peers' parts along a dimension; the backward sums and scatters them."""
+    """All-gather of the peers' parts along a dimension; its backward is the reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Tensor:
@@ -258,7 +262,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """Sums over peers and keeps this rank's part; the backward gathers the parts of all peers."""
+    """Reduce-scatter of the peers' parts along a dimension; its backward is the all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Tensor:
@@ -290,7 +294,8 @@ PROBE_LIMIT = torch.finfo(torch.float32).eps ** 0.5
 
 @torch.no_grad()
 def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None:
-    """Raise UnsupportedError if the parts of an uncut layer do not add up to the layer."""
+    """Check on one process that sharding keeps each layer's function; raise UnsupportedError if it
+    does not. `layers` are whole."""
     known = set()
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
         kind = layer_signature(layer, index)
@@ -328,7 +333,7 @@ def _run_sharded(
 
 @dataclass(slots=True)
 class _AllRanksFeatures:
-    """The inputs of every rank to modules that read the features of all."""
+    """Features of every rank in one process, for modules that read the features of all ranks."""
 
     ranks: int
     seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -343,7 +348,7 @@ class _AllRanksFeatures:
 
 
 class _AllRanksBlock(StandIn):
-    """A block as all ranks compute it, with their outputs added."""
+    """A block computed as each rank would, in one process, with the outputs added."""
 
     def __init__(self, module: nn.Module, block: TensorBlock, cuts: LayerPlan, ranks: int) -> None:
         super().__init__(module)
@@ -374,7 +379,7 @@ class _AllRanksBlock(StandIn):
 
 
 def _sliced(module: nn.Module, name: str, cuts: LayerPlan, rank: int, ranks: int) -> nn.Module:
-    """Return a shell of a block in which parameters are one rank's slices."""
+    """Return a shallow copy of a block in which sharded parameters are the slices of one rank."""
     own: dict[str, dict[str, nn.Parameter]] = {"": {}}  # of the block and its children
     for key, cut in cuts.cuts.items():
         if not key.startswith(f"{name}."):
@@ -397,7 +402,7 @@ def _dtype(layer: nn.Module) -> torch.dtype:
 
 
 def _randomise(layer: nn.Module) -> None:
-    """Draw random weights: zeros and ones would hide terms that are added twice."""
+    """Draw random weights, in place: zeros and ones would hide terms that are added twice."""
     for number, p in enumerate(layer.parameters()):
         generator = torch.Generator(p.device).manual_seed(number)
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
@@ -405,6 +410,5 @@ def _randomise(layer: nn.Module) -> None:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Return |found - expected| / |expected|."""
     error = float((found.double() - expected.double()).norm())
     return error / float(expected.double().norm())

@@ -33,14 +33,15 @@ INSTEAD = "use ulysses instead of tensor"
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """The cut of a parameter along one dimension: each rank has an equal slice of every part."""
+    """How a parameter is sharded along one dimension: each rank has an equal slice of each of its
+    parts, such as Q, K and V."""
 
     shape: tuple[int, ...]  # of the whole parameter
     dim: int
     parts: tuple[int, ...]  # their sum is shape[dim]
 
     def slice(self, whole: Tensor, index: int, ranks: int) -> Tensor:
-        """Return the slices of rank `index` of `ranks`, in memory of its own."""
+        """Return a copy of the slices that rank `index` of `ranks` holds."""
         assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
         own = []
         for piece in whole.split(self.parts, self.dim):
@@ -49,7 +50,7 @@ class ParameterCut:
         return torch.cat(own, self.dim).contiguous()
 
     def join(self, slices: Sequence[Tensor]) -> Tensor:
-        """Return the whole parameter from the slices of all ranks."""
+        """Return the whole parameter, joined from the slices of all ranks."""
         sizes = [size // len(slices) for size in self.parts]
         pieces = [own.split(sizes, self.dim) for own in slices]
         return torch.cat(
@@ -59,7 +60,7 @@ class ParameterCut:
 
 @dataclass(frozen=True, slots=True)
 class WideModule:
-    """A module inside a block that reads the features of all ranks: a norm over all heads."""
+    """A module in a block that needs the features of all ranks, such as a norm over all heads."""
 
     name: str
     shape: tuple[int, ...]  # trailing dimensions that it reads; the first is cut
@@ -67,7 +68,8 @@ class WideModule:
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """A child of a layer that all tokens enter, and whose outputs are summed over ranks."""
+    """A child of a decoder layer, attention or MLP, that is sharded: it reads all tokens, and its
+    outputs are summed over ranks."""
 
     name: str
     last: str  # name of its rowwise module
@@ -83,7 +85,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The sharded parameters of a model over `ranks` ranks, and the blocks of its layers."""
+    """How a model's decoder layers are sharded over `ranks` ranks."""
 
     ranks: int
     prefix: str  # name of the list of layers in the model
@@ -91,9 +93,10 @@ class TensorPlan:
 
     @cached_property
     def cuts(self) -> dict[str, ParameterCut]:
-        """The cuts by parameter name in the model. The gradient of any other parameter of a layer
-        is complete only when summed over the ranks of `tensor`: norms see a rank's own tokens,
-        those inside attention its own heads, and a rowwise bias is added to its own tokens."""
+        """The sharded parameters, by name in the model. The gradient of any other parameter of a
+        layer is complete only when summed over the ranks of `tensor`: norms see a rank's own
+        tokens, those inside attention its own heads, and a rowwise bias is added to its own
+        tokens."""
         return {
             f"{self.prefix}.{index}.{name}": cut
             for index, layer in enumerate(self.layers)
@@ -102,7 +105,8 @@ class TensorPlan:
 
 
 def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPlan:
-    """Return the plan of a causal LM whose list of decoder layers is `layers`.
+    """Plan the sharding of a causal LM whose decoder layers are `layers`, from transformers' own
+    plan.
 
     Raises UnsupportedError for a model without a plan, and for styles inside a layer that farspan
     cannot shard exactly.
@@ -131,7 +135,7 @@ def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPl
 
 @dataclass(frozen=True, slots=True)
 class _PlanReader:
-    """Reads the model's plan, layer by layer."""
+    """Converts transformers' plan of a model, layer by layer."""
 
     styles: dict[str, str]  # by name in the layer, with * for numbers
     ranks: int
@@ -160,7 +164,7 @@ class _PlanReader:
         return LayerPlan(tuple(blocks), cuts)
 
     def _named(self, layer: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the modules and parameters of the layer that the plan names, with their styles."""
+        """Yield the names in a layer to which transformers' plan gives a style, with the style."""
         names = [name for name, _ in layer.named_modules()]
         names += [name for name, _ in layer.named_parameters()]
         for name in names:
@@ -201,7 +205,7 @@ class _PlanReader:
         return TensorBlock(name, last[0], attends, tuple(_wide(module, widths, styles)))
 
     def _parts(self, style: str, outputs: int, features: int, attends: bool) -> tuple[int, ...]:
-        """Return the sizes of the kinds of outputs, such as Q, K and V, in one weight."""
+        """Return how many of a weight's outputs belong to each part, such as Q, K and V."""
         if style == "colwise":
             return (outputs,)
         of_keys = features // self.heads * self.kv_heads
@@ -221,7 +225,7 @@ class _PlanReader:
 
 
 def _owner(model: nn.Module, layers: nn.ModuleList) -> tuple[str, nn.Module]:
-    """Return the name of the list of layers, and the module that holds it."""
+    """Return the name of the list of decoder layers in the model, and the module that has it."""
     for name, module in model.named_modules():
         if module is layers:
             return name, model.get_submodule(name.rpartition(".")[0])
@@ -253,8 +257,8 @@ def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
 
 
 def _column(where: str, leaf: str, style: str, block: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the sharded parameters of a colwise module, or one of the block itself such as
-    sinks."""
+    """Return the parameters that a colwise entry of the plan names: a linear module's, or one of
+    the block itself, such as sinks."""
     own = block._parameters.get(leaf)
     if own is not None:
         return {leaf: own}
@@ -271,7 +275,8 @@ def _wide(block: nn.Module, widths: set[int], styles: dict[str, str]) -> Iterato
 
 
 def _refuse_whole_attention(where: str, layer: nn.Module, blocks: Sequence[TensorBlock]) -> None:
-    """Refuse attention that is not sharded: it would see only the rank's own tokens."""
+    """Raise UnsupportedError if a layer's attention is not sharded: it would see only this rank's
+    tokens."""
     cut = {block.name for block in blocks if block.attends}
     for name, child in layer.named_children():
         if name not in cut and any(hasattr(module, "is_causal") for module in child.modules()):

@@ -21,7 +21,7 @@ TILE = 4096  # elements of a program at one time: 32 a thread of 4 warps
 
 
 class Rows(NamedTuple):
-    """A tensor of vectors with inner stride 1, addressed by three indices."""
+    """Kernel argument: a tensor of vectors with inner stride 1, which three indices address."""
 
     base: Any
     first: int
@@ -30,7 +30,8 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A tensor [B, H, T, D] with inner stride 1; for [T, B, H, D] the strides are reordered."""
+    """Kernel argument: a tensor [B, H, T, D] with inner stride 1; for [T, B, H, D] the strides are
+    reordered."""
 
     base: Any
     batch: int
@@ -39,7 +40,8 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The number of vectors, and the extents of the two inner indices. All are `veiled`."""
+    """Kernel argument: the number of vectors, and the extents of the two inner indices; all
+    `veiled`."""
 
     rows: int
     second: int
@@ -47,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel with its arguments, ready to `run`."""
+    """A kernel with its grid and arguments, ready to `run`."""
 
     name: str
     programs: tuple[int, ...]
@@ -59,7 +61,7 @@ class Launch(NamedTuple):
         return load(self.module, self.name)
 
     def run(self, x: Tensor) -> None:
-        """Run the kernel on the device of x; on the meta device, only report it to `launched`."""
+        """Run the kernel on the device of `x`; on the meta device, only report it to `launched`."""
         if x.is_meta:
             _launched.get()(self)
             return
@@ -80,7 +82,7 @@ _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default
 
 @contextmanager
 def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Call `hear` with each kernel that would be launched on the meta device."""
+    """Inside the block, call `hear` with each kernel that would be launched on the meta device."""
     token = _launched.set(hear)
     try:
         yield
@@ -90,7 +92,8 @@ def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
 
 @cache
 def fused_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernels support a dtype on a device; if not, PyTorch's operators run.
+    """Return whether the fused kernels support this dtype on this device; if not, PyTorch's
+    operators run.
 
     They need CUDA of compute capability 8.0 or more, and bf16, fp16 or fp32 (fp64 is for checks).
     On the meta device a step allocates as it would with them.
@@ -112,7 +115,7 @@ def _check_device(device: torch.device, kernel: Any) -> None:
 
 
 def check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raise UnsupportedError unless x has the shape and device of `like`, and a listed dtype."""
+    """Raise UnsupportedError unless `x` has the shape and device of `like`, and one of `dtypes`."""
     if x.shape != like.shape or x.device != like.device or x.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise UnsupportedError(
@@ -127,31 +130,29 @@ def check_inner(name: str, x: Tensor) -> None:
 
 
 def heads_of(x: Tensor) -> Heads:
-    """Return [B, H, T, D] as a kernel addresses it."""
+    """Return a tensor [B, H, T, D] with its strides, as a kernel argument."""
     return Heads(x, *x.stride()[:3])
 
 
 def veiled(size: int) -> int:
-    """Return 16 size + 2, which kernels shift back.
-
-    Triton compiles a kernel again for integers that are 1 and for multiples of 16, in tuples even
-    despite `do_not_specialize`. This is never either, so one kernel serves chunks of all lengths.
-    """
+    """Return 16 size + 2, which kernels decode. Triton compiles a kernel again for integers that
+    are 1 and for multiples of 16, in tuples even despite `do_not_specialize`. This is never either,
+    so one kernel serves chunks of all lengths."""
     return 16 * size + 2
 
 
 def padded(size: int) -> int:
-    """Return the next power of two, which Triton needs for the edges of a tile."""
+    """Return the next power of two, which Triton requires of a tile's edges."""
     return 1 << (size - 1).bit_length()
 
 
 def warps_of(elements: int, each: int, most: int = 16) -> int:
-    """Return the warps for a tile of `elements`, with `each` for a thread."""
+    """Return the number of warps for a tile of `elements`, with `each` elements per thread."""
     return min(max(elements // (32 * each), 1), most)
 
 
 def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
-    """Return tensors with the same leading dimensions as rows addressed by the same three indices.
+    """Return tensors with equal leading dimensions as `Rows` that the same three indices address.
 
     A tensor may lack the last dimension: each of its rows is one number, and its strides, which
     depend on the length of a chunk, are veiled. With `ordered`, neighbours in the first tensor's

@@ -41,7 +41,8 @@ AHEAD = 32 * 1024  # bytes of shared memory for prefetched tiles in the backward
 
 
 class Norm(NamedTuple):
-    """An RMS norm: x_hat = x / sqrt(mean(x**2) + eps) in fp32, out = x_hat * (weight + offset)."""
+    """The settings of an RMS norm: x_hat = x / sqrt(mean(x**2) + eps) in fp32, out = x_hat *
+    (weight + offset)."""
 
     eps: float
     offset: float = 0.0  # 1 for Gemma, whose weights are offsets from 1
@@ -50,7 +51,7 @@ class Norm(NamedTuple):
 
 
 class NormShape(NamedTuple):
-    """Compile-time constants of the norm kernels."""
+    """Sizes and settings that the norm kernels are compiled for."""
 
     width: int
     padded: int
@@ -62,7 +63,8 @@ class NormShape(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Return out, in x's layout, and rstd = 1 / sqrt(mean(x**2) + eps), fp32 [..] contiguous.
+    """Return the RMS norm of x, in x's layout, and rstd = 1 / sqrt(mean(x**2) + eps), fp32 [..]
+    contiguous.
 
     out has x's dtype or, with `norm.cast`, the promoted dtype of x and weight. Raises
     UnsupportedError for fp64, and for widths beyond 16384.
@@ -79,7 +81,8 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """Return dx, in x's dtype and layout, and dweight, fp32 [h]; rstd is the forward's."""
+    """Return the gradients of x (its dtype and layout) and of the weight (fp32 [h]); `rstd` is from
+    the forward."""
     _check_norm(x, weight)
     check("dout", dout, x)
     check("rstd", rstd, x[..., 0], (torch.float32,))
@@ -110,7 +113,8 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
 def norm_backward_launch(
     dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """Return the launch, and the sums of dweight that it writes, one row for each program."""
+    """Return the launch of a norm's backward, and the tensor of its partial sums of dweight, one
+    row per program."""
     (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
     shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
@@ -131,7 +135,8 @@ def norm_backward_launch(
 
 @cache
 def _places(device: torch.device) -> int:
-    """Return the number of programs of the norm's backward that run at one time."""
+    """Return the number of programs for a norm's backward: as many as the device runs at one
+    time."""
     if device.type != "cuda":
         return ROWS_OF_DWEIGHT
     return ROWS_OF_DWEIGHT * torch.cuda.get_device_properties(device).multi_processor_count
@@ -146,7 +151,7 @@ def _norm_shape(x: Tensor, norm: Norm) -> NormShape:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if `rows_of` cannot take x."""
+    """Return x if `rows_of` can address it, else a contiguous copy."""
     return x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
 
 
@@ -175,7 +180,7 @@ GATE_BLOCK = 2048  # elements of a program: 16 a thread of 4 warps
 
 
 class Act(StrEnum):
-    """Activations, named as in Hugging Face's configurations."""
+    """Activations of a gated MLP, named as in Hugging Face's configurations."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -183,14 +188,15 @@ class Act(StrEnum):
 
 
 class Lines(NamedTuple):
-    """A tensor of vectors with inner stride 1 and a constant distance, in elements."""
+    """Kernel argument: a tensor of vectors with inner stride 1 and one stride (elements) between
+    vectors."""
 
     base: Any
     row: int
 
 
 def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
-    """Return act(gate) * up, contiguous; act is rounded to the dtype before the product.
+    """Return act(gate) * up, contiguous; act(gate) is rounded to the dtype before the product.
 
     Raises UnsupportedError for fp64 and for tensors that do not fit each other.
     """
@@ -204,7 +210,8 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
 def swiglu_backward(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup, contiguous, in gate's dtype; only act(gate) is rounded in between."""
+    """Return the gradients of gate and up, contiguous, in gate's dtype; only act(gate) is rounded
+    in between."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -217,8 +224,8 @@ def swiglu_backward(
 def swiglu_again(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `swiglu`, dgate and dup, contiguous. If only the backward needs the
-    forward's result, it costs one more write."""
+    """Return `swiglu`'s result and the gradients of gate and up, all contiguous: for a backward
+    that needs the forward's result again, at the cost of one more write."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -231,7 +238,8 @@ def swiglu_again(
 
 
 def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
-    """Build a launch: contiguous tensors are one line, others a line for each row."""
+    """Return the launch of a gate kernel. It reads contiguous tensors as one line, others as one
+    line per row."""
     dense = all(x.is_contiguous() for x in tensors.values())
     shape = next(iter(tensors.values())).shape
     width = shape.numel() if dense else shape[-1]
@@ -257,7 +265,7 @@ def _lines(x: Tensor, dense: bool) -> Lines:
 
 
 class Angles(NamedTuple):
-    """A table [1 | B, T, R] as the kernel addresses it."""
+    """Kernel argument: a table of cos or sin, [1 | B, T, R]."""
 
     base: Any
     batch: int
@@ -265,7 +273,7 @@ class Angles(NamedTuple):
 
 
 class RotaryShape(NamedTuple):
-    """Compile-time constants of the rotary kernel."""
+    """Sizes and settings that the rotary kernel is compiled for."""
 
     heads: int
     padded_heads: int
@@ -281,8 +289,8 @@ class RotaryShape(NamedTuple):
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return q * cos + rotate_half(q) * sin, and the same for k, in fp32 and rounded once to q's
-    dtype.
+    """Apply rotary embedding, x * cos + rotate_half(x) * sin, to q and k, in fp32 and rounded once
+    to their dtype.
 
     Each result has the layout of its input. `inverse` multiplies by the transposed matrix: from
     gradients of results to gradients of q and k, exactly, for any cos and sin. Raises
@@ -360,7 +368,7 @@ STAGES = 3
 
 
 class LossShape(NamedTuple):
-    """Compile-time constants of the loss kernel."""
+    """Sizes and settings that the loss kernel is compiled for."""
 
     block: int
     ignored: int
@@ -372,7 +380,7 @@ class LossShape(NamedTuple):
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignored: int = -100, softcap: float | None = None
 ) -> Tensor:
-    """Return -log softmax(logits)[target] of each row, 0 for targets that are `ignored`.
+    """Return each row's loss, -log softmax(logits)[target], or 0 if its target is `ignored`.
 
     With `softcap`, logits are first softcap * tanh(logits / softcap). A target that is neither
     ignored nor in [0, V) has a loss of nan. Raises UnsupportedError for fp64 and tensors that do
@@ -389,8 +397,8 @@ def cross_entropy_(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the losses; overwrite `logits` with d(scale * sum of losses) / d logits, in its
-    dtype."""
+    """Return each row's loss, and overwrite `logits` with d(scale * sum of losses) / d logits, in
+    its dtype."""
     return _cross_entropy(logits, targets, scale, ignored, softcap)
 
 
@@ -417,7 +425,7 @@ def loss_launch(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Launch:
-    """Build the launch; with `scale` None it writes no gradient."""
+    """Return the launch of the loss kernel; if `scale` is None, it writes no gradient."""
     size = logits.shape[1]
     block = min(LOSS_BLOCK, max(padded(size), 16))
     arguments = {
@@ -445,7 +453,7 @@ FP32 = (torch.float32,)
 
 
 class JoinShape(NamedTuple):
-    """Compile-time constants of the joining kernels."""
+    """Sizes that the joining kernels are compiled for."""
 
     width: int
     padded: int
@@ -456,7 +464,8 @@ Part = tuple[Tensor, Tensor]  # out, lse
 
 
 def merge_(out: Tensor, lse: Tensor, *parts: Part, into: Tensor | None = None) -> None:
-    """Merge one or two parts, in order, into out [B, H, S, Dv] and lse [B, H, S], both fp32.
+    """Merge one or two partial results of a softmax, in order, into out [B, H, S, Dv] and lse [B,
+    H, S], both fp32.
 
     A part's out is bf16, fp16 or fp32 and finite, its lse fp32. A part with lse -inf changes
     nothing; it replaces an `lse` of -inf. With `into`, the output goes there and `out` stays as it
@@ -475,7 +484,7 @@ def merge_(out: Tensor, lse: Tensor, *parts: Part, into: Tensor | None = None) -
 
 
 def add_(total: Tensor, *parts: Tensor, into: Tensor | None = None) -> None:
-    """Add one or two parts of up to 4 dimensions to total; total is fp32, parts bf16, fp16 or fp32.
+    """Add one or two tensors (bf16, fp16 or fp32) of up to 4 dimensions to `total` (fp32).
 
     With `into`, the sum goes there and `total` stays as it is; both may then be narrow. Inner
     stride 1, any other strides: [T, B, H, D] takes a transposed [B, H, T, D]. Raises
@@ -532,19 +541,19 @@ def _join_launch(
 
 
 def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """Apply the norm to each vector of x."""
+    """Apply an RMS norm to each vector of x, with its gradient."""
     out: Tensor = _Normed.apply(x, weight, norm)
     return out
 
 
 def gated(gate: Tensor, up: Tensor, act: Act) -> Tensor:
-    """Return act(gate) * up."""
+    """Return act(gate) * up of a gated MLP, with its gradient."""
     out: Tensor = _Gated.apply(gate, up, act)
     return out
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys to their positions; no gradient reaches the tables."""
+    """Apply rotary embedding to q and k; no gradient reaches the tables of cos and sin."""
     out: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos, sin)
     return out
 

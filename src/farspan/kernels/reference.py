@@ -26,7 +26,7 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, H, T, D] by cos and sin [1 | B, T, R]."""
+    """Apply rotary embedding to x [B, H, T, D] by tables cos and sin [1 | B, T, R]."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
     half = torch.cat((-second, first), -1)
@@ -34,7 +34,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def losses(logits: Tensor, targets: Tensor, ignored: int, softcap: float | None) -> Tensor:
-    """Return the losses of logits [N, V] for targets [N]; in fp32, or fp64 for fp64 logits."""
+    """Return the cross-entropy of logits [N, V] for targets [N], per row; in fp32, or fp64 for fp64
+    logits."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)

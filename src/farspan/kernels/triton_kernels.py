@@ -44,14 +44,15 @@ def _indices(row, sizes):
 
 @triton.jit
 def row_offsets(x, row, sizes):
-    """Return offsets of rows [n] in a tensor of vectors."""
+    """Return the offsets of the vectors numbered `row` [n] in a tensor of vectors."""
     i = _indices(row, sizes)
     return i[0] * x.first + i[1] * x.second + i[2] * x.third
 
 
 @triton.jit
 def number_offsets(x, row, sizes):
-    """Return offsets of rows [n] in a tensor of one number a row, whose strides are `veiled`."""
+    """Return the offsets of the numbers numbered `row` [n] in a tensor with one number per row,
+    whose strides are `veiled`."""
     i = _indices(row, sizes)
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 
@@ -79,7 +80,8 @@ def norm_kernel(x, weight, out, rstd, sizes, shape: tl.constexpr):
 
 @triton.jit
 def norm_backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.constexpr):
-    """Compute dx; row p of partial [programs, width] gets the sum of dweight of program p."""
+    """Compute dx, and in row p of `partial` [programs, width] the sum of dweight over the rows of
+    program p."""
     count = size_of(sizes.rows)
     column = tl.arange(0, shape.padded)[None, :]
     inside = column < shape.width
@@ -123,7 +125,7 @@ DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _act(x, act: tl.constexpr):
-    """Return act(x) and its derivative, fp32."""
+    """Return act(x) and its derivative at x, both fp32."""
     if act == "GELU":
         share = 0.5 + 0.5 * tl.erf(x * ROOT_HALF)
         slope = share + x * DENSITY_AT_0 * tl.exp(-0.5 * x * x)
@@ -154,7 +156,8 @@ def _store_block(x, row, column, mask, values):
 
 @triton.jit
 def _block(width, block: tl.constexpr):
-    """Return the row and the columns of a program, both int64: contiguous tensors are one row."""
+    """Return this program's row, its columns and their mask, int64; a contiguous tensor counts as
+    one row."""
     blocks = tl.cdiv(width, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
@@ -202,7 +205,8 @@ def gate_backward_kernel(dout, gate, up, dgate, dup, width, act: tl.constexpr, b
 
 @triton.jit
 def _angles(x, shape: tl.constexpr):
-    """Load the angles of this program's token: those of the first half and of the second, fp32."""
+    """Load cos or sin for this program's token: of the first and of the second half of a vector,
+    fp32."""
     column = tl.arange(0, shape.padded_half)[None, :]
     row = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
     mask = column < shape.half
@@ -213,7 +217,7 @@ def _angles(x, shape: tl.constexpr):
 
 @triton.jit
 def _places(x, heads: tl.constexpr):
-    """Return the address of each head of this program's token, [heads, 1]."""
+    """Return the address of each head's vector of this program's token, [heads, 1]."""
     token = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
     return x.base + token + tl.arange(0, heads).to(tl.int64)[:, None] * x.head
 
@@ -266,8 +270,8 @@ def _tanh(y):
 
 @triton.jit
 def _logits(place, column, size, cap, shape: tl.constexpr):
-    """Load logits in fp32, -inf beyond the last; return them, capped, and their derivative by the
-    stored values, 1 without a cap."""
+    """Return the logits of a block in fp32, after soft-capping, and the derivative of capped by
+    stored logits (1 without a cap); -inf beyond the last."""
     mask = column < size
     x = tl.load(place + column, mask=mask, other=float("-inf")).to(tl.float32)
     slope = 1.0
@@ -280,7 +284,7 @@ def _logits(place, column, size, cap, shape: tl.constexpr):
 
 @triton.jit
 def _softmax(place, size, cap, shape: tl.constexpr):
-    """Return the greatest logit, and the sum of exp(logit - greatest)."""
+    """Return a row's greatest logit, and the sum of exp(logit - greatest)."""
     most = float("-inf")
     sums = tl.full([shape.block], 0.0, tl.float32)
     for start in tl.range(0, size, shape.block, num_stages=shape.stages):
@@ -295,7 +299,7 @@ def _softmax(place, size, cap, shape: tl.constexpr):
 
 @triton.jit
 def _differentiate(place, size, softmax, target, scale, cap, shape: tl.constexpr):
-    """Overwrite logits with their gradient; `softmax` is (greatest logit, 1 / sum)."""
+    """Overwrite a row's logits with the loss's gradient; `softmax` is (greatest logit, 1 / sum)."""
     for start in tl.range(0, size, shape.block, num_stages=shape.stages):
         column = start + tl.arange(0, shape.block)
         x, slope = _logits(place, column, size, cap, shape)
@@ -341,7 +345,7 @@ def loss_kernel(logits, stride, targets, losses, size, scale, cap, shape: tl.con
 
 @triton.jit
 def _tile_rows(sizes, shape: tl.constexpr):
-    """Return the rows of a program, its columns, and the masks of both."""
+    """Return a program's rows and columns, the mask of its rows, and the mask of its elements."""
     row = tl.program_id(0) * shape.tile + tl.arange(0, shape.tile)
     column = tl.arange(0, shape.padded)[None, :]
     fits = row < size_of(sizes.rows)
@@ -371,7 +375,7 @@ def _numbers(x, row, fits, sizes):
 
 @triton.jit
 def _join(old, mine, new, theirs):
-    """Merge two outputs and their LSEs."""
+    """Return the out and lse of two partial softmaxes merged."""
     # -inf - -inf is nan; a part that saw no key has weight 0.
     weight = tl.where(theirs == float("-inf"), 0.0, tl.sigmoid(theirs - mine))[:, None]
     # Interpolate from the nearer end, as torch.lerp does: weights of 0 and 1 are exact.
@@ -414,7 +418,8 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def take_rows(target, source, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
-    """Copy row rows[i] of source [T, width] to row i of target [count, width]."""
+    """Copy rows numbered `rows` [count] of `source` [T, width] to `target` [count, width], in
+    order."""
     column = tl.arange(0, padded)[None, :]
     for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
         i = tl.arange(0, tile).to(tl.int64) + first
@@ -426,7 +431,7 @@ def take_rows(target, source, rows, count, width, padded: tl.constexpr, tile: tl
 
 @triton.jit(do_not_specialize=["count"])
 def add_rows(total, values, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
-    """Add row i of values [count, width] to row rows[i] of total [T, width]."""
+    """Add `values` [count, width] to the rows of `total` [T, width] numbered `rows` [count]."""
     column = tl.arange(0, padded)[None, :]
     for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
         i = tl.arange(0, tile).to(tl.int64) + first

@@ -49,21 +49,22 @@ class FarCall:
 
 
 class FarKernel(Protocol):
-    """Attention to chosen pages, which `Pages.begin` announced. Kernels are stateless values."""
+    """A kernel for attention to the chosen pages that `Pages.begin` announced. Kernels hold no
+    state."""
 
     @property
     def softcap(self) -> float | None:
-        """The cap that the kernel puts on scores."""
+        """The soft cap that the kernel applies to scores; None: no cap."""
 
     def votes(
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        """Return votes as `sparse.pages.vote` or, with superpages, `vote_refined`; at least
-        fp32."""
+        """Return the votes of queries for candidate pages, as `sparse.pages.vote` or, if superpages
+        were ranked, `vote_refined`; in fp32 or wider."""
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        """Return `sparse.pages.largest_scores` for superpages of `each` keys, which `call`
-        describes."""
+        """Return each superpage's largest score, as `sparse.pages.largest_scores`; a superpage has
+        `each` keys, and its tokens are `call.page`."""
 
     def forward(
         self,
@@ -73,13 +74,14 @@ class FarKernel(Protocol):
         pages: Pages,
         attended: tuple[Tensor, Tensor],
     ) -> None:
-        """Join attention over the chosen pages into `attended`, out and lse in the accumulate
-        dtype: results of a query that sees none of their keys stay unchanged."""
+        """Merge attention over the chosen pages into `attended`, out and lse in the accumulate
+        dtype, in place. A query that sees none of the pages' keys keeps its out and lse."""
 
     def backward(
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
-        """Add to dq, in the accumulate dtype; dK, dV go to `pages.sums`, then `pages.add`."""
+        """Add the gradient of q to `dq` (accumulate dtype), and those of chosen keys and values to
+        the totals of their pages, by `pages.sums` and `pages.add` or in place."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -87,7 +89,8 @@ Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
 
 @dataclass(frozen=True, slots=True)
 class SparseCall:
-    """The settings of sparse attention of one chunk, for all layers of the same scale and heads."""
+    """The settings of one chunk's sparse attention; layers with equal scale and heads share
+    them."""
 
     sparse: Sparse
     near: AttentionCall
@@ -108,8 +111,9 @@ def sparse_call(
     kernel: FarKernel,
     documents: Tensor | None = None,
 ) -> SparseCall:
-    """Return the sparse form of a chunk's dense call. `documents` [B, C] int64, on the queries'
-    device: the first token of each query's document; None if each row is one."""
+    """Return the settings that turn a chunk's dense attention `dense` into sparse attention.
+    `documents` [B, C] int64, on the queries' device: the first token of each query's document; None
+    if each row is one document."""
     assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
     blocks = near_blocks(dense.blocks, sparse, dense.q_start)
     pages = sparse.candidates(dense.q_start)
@@ -129,7 +133,7 @@ def sparse_call(
 
 @torch.no_grad()
 def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
-    """Return the choice [B, Hk, M, k] of a chunk's queries q [B, H, C, D]."""
+    """Return the numbers of the pages chosen for queries q [B, H, C, D], [B, Hk, M, k] int32."""
     candidates = call.candidates
     representatives = pages.representatives(candidates.pages)
     if not candidates.pages:
@@ -148,7 +152,8 @@ def compare(
     representatives: Tensor,
     candidates: Candidates,
 ) -> tuple[Tensor, Candidates]:
-    """Return the votes of queries, and their candidates: if many, pages of the best superpages."""
+    """Return the queries' votes, and the candidate pages that the votes are for. If there are many
+    candidates, superpages are ranked first and only pages of the best are compared."""
     count = sparse.refined(len(candidates.pages))
     if count:
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
@@ -170,7 +175,8 @@ def attend_sparse(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out in q's dtype and lse in the accumulate dtype, over visible keys and sinks."""
+    """Return out, in the dtype of q, and lse, in the accumulate dtype, of a chunk's sparse
+    attention: over visible near keys, the chosen pages and the sinks."""
     choice = _possible(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
@@ -194,7 +200,8 @@ def attend_sparse_backward(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return dq, dk, dv and d sinks of the chunk, all in the accumulate dtype.
+    """Return the gradients of a chunk's q, k, v and sinks under sparse attention, in the accumulate
+    dtype.
 
     `attended` has the results of `attend_sparse`, and the choice it was called with. The chunk's
     gradients of earlier keys go to `pages`: `add_gradient` for near ones, `add` for far ones.
@@ -212,7 +219,8 @@ def attend_sparse_backward(
 
 
 def _possible(call: SparseCall, choice: Tensor) -> Tensor:
-    """Return a choice without columns that no candidate can fill: rows with -1 need masks."""
+    """Return a choice without its last columns if they exceed the candidates: they hold only -1,
+    and rows with -1 need masks."""
     return choice[..., : len(call.candidates.pages)]
 
 
@@ -220,7 +228,8 @@ def _possible(call: SparseCall, choice: Tensor) -> Tensor:
 
 
 def sampled(tokens: int, samples: int) -> range:
-    """Return evenly spaced tokens of a chunk, with its last token, which sees the most."""
+    """Return evenly spaced tokens of a chunk, among them the last, which has the most keys before
+    it."""
     step = max(1, tokens // max(1, samples))
     return range((tokens - 1) % step, tokens, step)
 
@@ -236,12 +245,13 @@ def seen_mass(
     spans: Iterable[tuple[int, int]],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention mass that these tokens of a chunk see, given its q [B, H, C, D], own k
-    and lse: the mean and the minimum, [2] in the accumulate dtype, without making the CPU wait.
+    """Return the share of dense attention's mass that sampled queries of a chunk see: the mean and
+    the minimum, [2] in the accumulate dtype, computed without making the CPU wait.
 
-    `spans` are ranges that cover all earlier keys, in ascending order, as `key_values` serves them.
-    All earlier keys are read once: with K on host that costs as much transfer as dense attention,
-    so measure rarely.
+    `tokens` are the sampled ones of the chunk's q [B, H, C, D], with its own keys k and its sparse
+    lse. `spans` are ranges that cover all earlier keys, in ascending order, as `key_values` serves
+    them. All earlier keys are read once: with K on host that costs as much transfer as dense
+    attention, so measure rarely.
     """
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
@@ -273,8 +283,8 @@ def seen_mass(
 
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
-    """Return which keys each query sees, bool [B, Hk, S, S], from a choice of pages [B, Hk, M, k]
-    and document ids [B, S]."""
+    """Return a mask of the keys that each query sees, bool [B, Hk, query S, key S], given the
+    chosen pages [B, Hk, M, k] of a whole sequence and its document ids [B, S]."""
     tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)
@@ -290,8 +300,12 @@ def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor
 def sparse_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Return sparse attention [B, H, S, Dv] for q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv]
-    and a mask from `seen_mask`; `cap` is inf without soft-capping."""
+    """Return sparse attention by its definition, [B, H, S, Dv], with plain PyTorch and one dense
+    mask.
+
+    Shapes: q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], mask from `seen_mask`; `cap` is inf
+    without soft-capping.
+    """
     k, v, mask = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, mask))
     scores = scale * q @ k.mT
     scores = scores if cap == torch.inf else cap * torch.tanh(scores / cap)

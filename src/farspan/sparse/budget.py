@@ -35,8 +35,8 @@ LOGITS = 512  # tokens at one time
 
 @dataclass(frozen=True, slots=True)
 class KeptMass:
-    """Share of dense attention's mass that queries see with sparse attention, by selector, layer
-    and budget: means over queries and heads. 1: nothing is lost."""
+    """The share of dense attention's mass that queries see with sparse attention, measured for each
+    selector, layer and budget. Means over queries and heads; 1: nothing is lost."""
 
     sparse: Sparse  # without its budget and selector
     chunk: int
@@ -55,19 +55,22 @@ class KeptMass:
         return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
-        """Return the mean over the layers, at `budgets[place]`."""
+        """Return the share that a selector keeps on average over layers, with `budgets[place]`."""
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the least mass that any layer keeps at `budgets[place]`, and that layer."""
+        """Return the smallest share that any layer keeps with `budgets[place]`, and that layer's
+        number."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:
-        """Return the smallest budget that keeps `ENOUGH` in the whole model."""
+        """Return the smallest budget (tokens) with which layers keep the share `ENOUGH` on
+        average."""
         return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
 
     def enough_everywhere(self, name: str) -> tuple[int, int]:
-        """Return the smallest budget that is enough in every layer, and the neediest layer."""
+        """Return the smallest budget (tokens) with which every layer keeps the share `ENOUGH`, and
+        the layer that needs it."""
         place = next(
             i for i, b in enumerate(self.budgets) if self._keeps(self.worst(name, i)[0], b)
         )
@@ -77,15 +80,16 @@ class KeptMass:
         return mass >= ENOUGH or budget == self.budgets[-1]  # all pages, up to rounding
 
     def best(self) -> str:
-        """Return the selector that keeps enough with the smallest budget; of equals the first."""
+        """Return the name of the selector that keeps `ENOUGH` with the smallest budget; if several
+        do, the first."""
         return min(
             (name for name in self.names if name != RANDOM),
             key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]),
         )
 
     def advised(self) -> Sparse | None:
-        """Return settings for training; None: no budget below all pages keeps enough. A single
-        layer may need a larger budget than the model on average."""
+        """Return the sparse attention to train with; None if no budget below all pages keeps
+        `ENOUGH`. A single layer may need a larger budget than the model on average."""
         name, everything = self.best(), self.budgets[-1]
         whole, layers = self.enough(name), self.enough_everywhere(name)[0]
         if whole == everything:
@@ -94,7 +98,8 @@ class KeptMass:
         return replace(self.sparse, budget=budget, selector=name)
 
     def judged(self) -> int:
-        """Return the budget to compare losses at: the advised one, else the largest below all."""
+        """Return the budget (tokens) at which to compare losses: the advised one, or else the
+        largest below all pages."""
         advised = self.advised()
         return self.budgets[-2] if advised is None else advised.budget
 
@@ -114,14 +119,16 @@ class KeptMass:
 
 
 def ladder(pages: int, page: int) -> tuple[int, ...]:
-    """Return budgets in tokens: none, one page, then doubled each time up to all pages."""
+    """Return the budgets to measure, in tokens: none, one page, then doubled each time up to all
+    pages."""
     counts = [0, *(1 << power for power in range(pages.bit_length()) if 1 << power < pages), pages]
     return tuple(count * page for count in counts)
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Dense attention that also measures the mass that sparse attention would lose.
+    """Dense attention of a model that also measures the share of its mass that sparse attention
+    would see.
 
     Legend: B batch, H query heads, Hk K, V heads, T tokens, D head dim, M pages of Q queries of the
     last chunk, which misses most; n candidate pages.
@@ -146,7 +153,8 @@ class _Reader:
         scale: float,
         **keywords: Any,
     ) -> Tensor:
-        """Return the layer's own attention [B, T, H, Dv]; record the mass that selectors keep."""
+        """Return a layer's dense attention [B, T, H, Dv], and record the mass that each selector
+        keeps."""
         sinks, tokens = keywords.get("s_aux"), q.shape[2]
         if spec.window is None:
             for name, mass in self.masses(layer, q, k, scale, spec.softcap, sinks).items():
@@ -166,9 +174,9 @@ class _Reader:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Return the mass seen with 0 to n chosen pages, [n + 1], the mean over queries and heads,
-        by selector. The pages with the largest votes are chosen: those of a budget are among those
-        of a larger one, so one order of the pages serves all budgets."""
+        """Return, by selector, the share of the mass that queries see if 0 to n pages are chosen,
+        [n + 1]: means over queries and heads. Pages are ranked by votes once: those of a small
+        budget are among those of a larger one."""
         far = self._far(q, k, scale, softcap, sinks)
         queries = q.shape[0] * q.shape[1] * self.positions.numel()
         near, found = queries - far.sum(), {}
@@ -182,8 +190,8 @@ class _Reader:
     def _far(
         self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Return dense attention's mass on each page [B, Hk, M, n], summed over the queries of a
-        page and the heads that share K, V."""
+        """Return dense attention's mass on each candidate page [B, Hk, M, n], summed over each page
+        of queries and the heads that share K, V."""
         dtype, page = accumulate_dtype(q.dtype), self.sparse.page
         pages, kv_heads = self.sparse.candidates(self.start), k.shape[1]
         keys, found = k.to(dtype).mT, []
@@ -203,7 +211,7 @@ class _Reader:
         return torch.stack(found, 2)
 
     def _votes(self, name: str, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Return the votes [B, Hk, M, n] of a selector."""
+        """Return the votes [B, Hk, M, n] that a selector gives the candidate pages."""
         pages = self.sparse.candidates(self.start)
         if name == RANDOM:
             shape = *k.shape[:2], len(self.positions), len(pages)
@@ -227,10 +235,12 @@ def kept_masses(
     seed: int,
     index: Index | None = None,
 ) -> KeptMass:
-    """Return the share of dense attention's mass that each selector and budget keeps, by one dense
-    pass over these tokens [batch, tokens], a layer at a time; an `index` is measured as a selector,
-    too, and a last page that is not whole is left out. Page, recent tokens, sinks and chunk are the
-    schedule's. Raises UnsupportedError without pages to choose from."""
+    """Measure the share of dense attention's mass that each selector keeps with each budget.
+
+    One dense pass runs over the tokens [batch, tokens], a layer at a time, without a last page that
+    is not whole. An `index` is measured as a selector, too. Page, recent tokens, sinks and chunk
+    are the schedule's. Raises UnsupportedError if there are no pages to choose from.
+    """
     stages, sparse = CausalLMStages(model), schedule.sparse
     assert sparse is not None
     specs = describe(stages).layers
@@ -282,13 +292,13 @@ def kept_masses(
 
 
 def choosers(index: Index | None) -> tuple[str, ...]:
-    """Return the names of the compared selectors."""
+    """Return the names of the selectors to compare."""
     return *SELECTORS, *((INDEX,) if index is not None else ()), RANDOM
 
 
 def whole_tokens(tokens: int, schedule: Schedule) -> int:
-    """Return the number of tokens in whole pages. Raises UnsupportedError, with a remedy, if the
-    last chunk has no pages to choose from."""
+    """Return the tokens of a text cut to whole pages. Raises UnsupportedError, with a remedy, if
+    the last chunk has no pages to choose from."""
     sparse = schedule.sparse
     assert sparse is not None
     if tokens <= sparse.page:
@@ -313,7 +323,8 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
 
 
 def _loss(stages: CausalLMStages, hidden: Tensor, ids: Tensor) -> float:
-    """Return the loss of the last quarter of the tokens from the top output [B, T, hidden]."""
+    """Return the mean loss of the last quarter of the tokens, given the last layer's output [B, T,
+    hidden]."""
     tokens, total = ids.shape[1], 0.0
     first = tokens - tokens // LAST
     for begin in range(first, tokens, LOGITS):
@@ -333,9 +344,9 @@ def sparse_losses(
     index: Index | None = None,
     begin: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Return the loss of the last quarter of the tokens with sparse attention throughout, by
-    selector. `begin` is called with the name before each pass, which takes as long as the dense
-    one."""
+    """Return, by selector, the mean loss of the last quarter of the tokens with sparse attention in
+    the whole model. Before each pass, which takes as long as the dense one, `begin` is called with
+    the selector's name."""
     sparse, found = schedule.sparse, {}
     assert sparse is not None
     ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]

@@ -75,8 +75,8 @@ ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
 @dataclass(slots=True)
 class Means:
-    """Mean keys of a layer's pages, or keys of its index, in their buffer, one cell per chunk
-    (`engine.buffers.ProgramBuffers.cells`)."""
+    """The keys that represent a layer's pages in votes: mean keys, or keys of its index. They lie
+    in a buffer of the program, one cell per chunk (`engine.buffers.ProgramBuffers.cells`)."""
 
     cells: Tensor  # [chunks, n * R, B, Hk, D], n pages of a full chunk, R mean keys of each
     tokens: int  # tokens per mean
@@ -84,19 +84,20 @@ class Means:
     index: LayerIndex | None = None
 
     def write(self, chunk: int, k: Tensor) -> None:
-        """Store the means of a chunk's k [C, B, Hk, D]."""
+        """Store the representatives of a chunk, made from its keys k [C, B, Hk, D]."""
         found = mean_keys(k, self.tokens) if self.index is None else self.index.of_keys(k)
         self.cells[chunk, : len(found)] = found
 
     def read(self, pages: range) -> Tensor:
-        """Return mean keys [B, Hk, len(pages) * R, D], a view if the cells are adjacent."""
+        """Return the representatives of these pages [B, Hk, len(pages) * R, D], a view if their
+        cells are adjacent."""
         found = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
         return found.permute(1, 2, 0, 3)
 
 
 @dataclass(slots=True)
 class _PageSlot:
-    """One slot; its events belong to the present slab."""
+    """Device memory for one slab of chosen pages, with the events of the slab that it holds now."""
 
     name: str
     arrived: Any = None  # event: the slab has arrived
@@ -106,15 +107,16 @@ class _PageSlot:
 
 @dataclass(slots=True)
 class PageSlots:
-    """The slots for chosen pages, which the cells of a step take in turn, and the number of units
-    of each cell: when a cell asks for its pages again, the CPU need not wait for that number."""
+    """The slots that receive chosen pages from the host, used in turn by all cells of a step. Also
+    the number of units that each cell has chosen, for which the CPU waits only once per cell."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and chunk
 
     def take(self) -> _PageSlot:
-        """Return the next slot; later fetches into it wait for its last use."""
+        """Return the slot to fill next; fetches into it wait until its previous slab is no longer
+        used."""
         self.ring.rotate(-1)
         slot, copies = self.ring[-1], self.storage.copies
         copies.wait(Lane.FETCH, slot.read, Hazard.STILL_READ)
@@ -125,7 +127,7 @@ class PageSlots:
 
 @dataclass(frozen=True, slots=True)
 class _ComingPages:
-    """A slab of chosen pages that is being fetched from the host into a slot."""
+    """A slab of chosen pages that is being copied from the host into a slot on the device."""
 
     slot: _PageSlot
     slab: Slab
@@ -135,7 +137,8 @@ class _ComingPages:
 
 @dataclass(slots=True)
 class BufferPages:
-    """Implements `sparse.pages.Pages` for one cell."""
+    """One cell's keys and chosen pages in the program's buffers; implements
+    `sparse.pages.Pages`."""
 
     prefix: KVPrefix
     slots: PageSlots
@@ -165,7 +168,8 @@ class BufferPages:
         return self.means.read(pages)
 
     def begin(self, choice: Tensor) -> None:
-        """Start a cell whose choice is known, before its attention and only once."""
+        """Note the cell's choice and, if its pages are on host, begin to fetch them. Later calls do
+        nothing."""
         if self.choice is not None:
             return
         self.choice = choice
@@ -232,7 +236,7 @@ class BufferPages:
     # -- through slots ---------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Fetch the first slabs."""
+        """Fetch the first slabs, one into each slot."""
         assert self.choice is not None
         copies = self.prefix.storage.copies
         copies.wait(Lane.FETCH, self.chosen, Hazard.NOT_WRITTEN)
@@ -277,7 +281,8 @@ class BufferPages:
         return _ComingPages(slot, Slab(units, keys, values), parts["places"], of_backward)
 
     def _parts(self, slot: _PageSlot, units: int, entries: int) -> dict[str, Tensor]:
-        """Return views of the slot's parts for a slab: numbers flat, keys and values as rows."""
+        """Return the views into which a slot's memory is divided for a slab, by name: page numbers
+        as int64, keys, values and their gradient sums as rows [U * P, D]."""
         assert self.far is not None
         storage, far = self.prefix.storage, self.far
         backward = self.prefix.gradients_in is not None
@@ -306,7 +311,7 @@ class BufferPages:
             yield Slab(some, *self._gathered(some))
 
     def _gathered(self, units: Units) -> tuple[Tensor, Tensor]:
-        """Gather K [U, P, D] and V [U, P, Dv] on the device."""
+        """Copy the K [U, P, D] and V [U, P, Dv] of these units into new tensors on the device."""
         places = self._places(units)
         k, v = (
             rows.index_select(0, places).unflatten(0, (len(units), self.sparse.page))
@@ -315,7 +320,7 @@ class BufferPages:
         return k, v
 
     def _rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return K [T * B * Hk, D] and V of one of the layer's buffers, in place."""
+        """Return views of a buffer's keys [T * B * Hk, D] and values [T * B * Hk, Dv]."""
         home = self.prefix.everything(name)
         return home["k"].flatten(0, 2), home["v"].flatten(0, 2)
 
@@ -342,7 +347,7 @@ OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
 
 @dataclass(slots=True)
 class SparseStep:
-    """Implements `engine.far.FarStep`."""
+    """The sparse attention of a step, over all its runs; implements `engine.far.FarStep`."""
 
     sparse: Sparse
     select: Selector
@@ -350,7 +355,8 @@ class SparseStep:
 
     @classmethod
     def of(cls, schedule: Schedule, given: GivenSelector | None) -> Self:
-        """Return the sparse attention of a schedule, by `selector_of`."""
+        """Return the sparse attention of a schedule, with the selector that `selector_of`
+        resolves."""
         assert schedule.sparse is not None, "attention is sparse"
         return cls(schedule.sparse, selector_of(given, schedule))
 
@@ -360,7 +366,7 @@ class SparseStep:
         return SparseRun(context, self.sparse, self.select, cell)
 
     def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Return the bytes of an index."""
+        """Return the bytes that the selector's index, if any, takes on the device in this dtype."""
         if not isinstance(self.select, Index):
             return 0
         self.select.at(device, dtype)
@@ -368,7 +374,7 @@ class SparseStep:
 
 
 def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
-    """Return the selector of a step: the most votes, unless the user passes another. Raises
+    """Return the selector of a step: the user's, or else `TopK` with the schedule's budget. Raises
     UnsupportedError if an index is missing, not in the schedule, or could not learn."""
     sparse = schedule.sparse
     assert sparse is not None, "attention is sparse"
@@ -388,7 +394,8 @@ def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
 
 
 def refuse_keys_on_host(schedule: Schedule) -> None:
-    """Raise UnsupportedError if keys are on host, where an index cannot learn from them."""
+    """Raise UnsupportedError if the schedule keeps keys on host, where an index cannot learn from
+    them."""
     if schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "index: learns from keys on the device, but the keys are on host; set schedule.kv to "
@@ -408,7 +415,8 @@ def _reads_votes(given: GivenSelector | None, sparse: Sparse) -> Selector:
 
 @dataclass(slots=True)
 class SparseCell:
-    """Implements `attention.far.FarAttention`."""
+    """The sparse attention of one cell, from forward to backward; implements
+    `attention.far.FarAttention`."""
 
     run: "SparseRun"
     i: Forward
@@ -420,7 +428,8 @@ class SparseCell:
     at_hand: BufferPages | None = None  # from `begin` on
 
     def begin(self, keys: KVPrefix) -> None:
-        """Prepare for the cell's attention or backward: known pages are fetched ahead."""
+        """Prepare for the cell's attention or its backward: if the choice is known, start to fetch
+        its pages."""
         self.at_hand = self.run.pages(self.i, self.means, keys)
         if self.choice is not None and not self.chooses:
             self.at_hand.begin(self.choice)
@@ -430,14 +439,16 @@ class SparseCell:
         self.begin(keys)
 
     def note(self, k: Tensor) -> None:
-        """Store the means of a chunk's k [C, B, Hk, D], which was just written."""
+        """Store the representatives of the chunk's keys k [C, B, Hk, D], which were just written to
+        a buffer."""
         if self.means is not None:
             self.means.write(self.i.chunk, k)
 
     def attend(
         self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse as `attention.chunk.attend` does."""
+        """Choose pages, unless an earlier pass has, and return out and lse as
+        `attention.chunk.attend` does."""
         call, pages = self.run.call(self.i, dense), self.at_hand
         assert pages is not None
         chose = self.chooses
@@ -471,7 +482,8 @@ class SparseCell:
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` is q, k and v."""
+        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` holds q, k and
+        v."""
         call, pages, (q, k, v) = self.run.call(self.i, dense), self.at_hand, of_keys
         assert pages is not None
         given: Attended = (*attended, self._choice(q, pages))
@@ -486,7 +498,7 @@ class SparseCell:
 
 
 def _keep(found: Tensor, kept: Tensor) -> None:
-    """Write a choice [B, Hk, M, k'] into its buffer [B, Hk, M, k]."""
+    """Write chosen pages [B, Hk, M, k'] into the cell's buffer [B, Hk, M, k], padded by -1."""
     width, most = found.shape[3], kept.shape[3]
     if width > most and bool((found[..., most:] >= 0).any()):
         raise UnsupportedError(
@@ -500,7 +512,8 @@ def _keep(found: Tensor, kept: Tensor) -> None:
 
 @dataclass(slots=True)
 class SparseRun:
-    """Implements `attention.far.FarRun`. Equal layers of a chunk share calls."""
+    """The sparse attention of one run of a program; implements `attention.far.FarRun`. Layers with
+    equal specs share the settings of a chunk."""
 
     context: AttentionContext
     sparse: Sparse
@@ -531,7 +544,7 @@ class SparseRun:
             )
 
     def cell(self, i: Forward) -> SparseCell | None:
-        """Return the sparse side of a forward cell; None for a layer with a window."""
+        """Return the sparse attention of a forward cell; None if its layer has a window."""
         program, storage = self.storage.program, self.storage
         spec = program.model.layers[i.layer]
         if spec.window is not None:
@@ -551,7 +564,8 @@ class SparseRun:
         return near_blocks(blocks, self.sparse, start) if spec.window is None else blocks
 
     def choice(self, i: Forward | Backward) -> Tensor | None:
-        """Return the choice [B, Hk, M, k] of a cell; None: it has none."""
+        """Return the memory of a cell's choice, [B, Hk, M, k] int32; None if the cell chooses no
+        pages."""
         if i.choice is None:
             return None
         program, spec = self.storage.program, self.storage.program.model.layers[i.layer]
@@ -562,7 +576,7 @@ class SparseRun:
         return kept[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
 
     def pages(self, i: Forward, means: Means | None, prefix: KVPrefix) -> BufferPages:
-        """Return the pages of a cell."""
+        """Return the interface by which a cell reads its keys and chosen pages."""
         program = self.storage.program
         start, stop = program.chunks[i.chunk]
         run = program.run.batch, program.model.element_bytes
@@ -570,7 +584,8 @@ class SparseRun:
         return BufferPages(prefix, self.page_slots, i.chunk, far, self.sparse, means)
 
     def call(self, i: Forward, dense: AttentionCall) -> SparseCall:
-        """Return the sparse form of a cell's dense call."""
+        """Return the settings of a cell's sparse attention, made from those of its dense
+        attention."""
         if i.chunk != self.chunk:
             self.chunk, self.calls = i.chunk, {}
         spec = self.storage.program.model.layers[i.layer]
@@ -584,8 +599,8 @@ class SparseRun:
     def watch(
         self, i: Forward, call: SparseCall, q: Tensor, k: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
-        """Measure the attention mass that a few queries of the cell see. Reads all keys before the
-        chunk, for one cell a step."""
+        """Measure the share of dense attention's mass that a few queries of the cell see; `seen`
+        returns it. Reads all keys before the chunk, so it is called for one cell per step."""
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]
@@ -597,7 +612,8 @@ class SparseRun:
 
 
 def far_kernel(device: torch.device, dtype: torch.dtype, spec: LayerSpec) -> FarKernel:
-    """Return the kernel of a layer's attention to chosen pages."""
+    """Return the kernel for a layer's attention to chosen pages: Triton's, if it supports the
+    heads."""
     heads = spec.head_dim, spec.value_dim, spec.softcap
     return TritonFar() if supports(device, dtype, *heads) else select_far(device.type, *heads)
 
@@ -608,8 +624,8 @@ def _seen(i: Forward, mass: Tensor) -> Seen:
 
 
 def watched_cell(program: Program, step: int) -> tuple[int, int] | None:
-    """Return the cell that a step measures: of the last chunk, which misses most, in one layer
-    after the other. None if no cell chooses pages."""
+    """Return the (layer, chunk) whose seen mass step number `step` measures: always in the last
+    chunk, which misses most, with the layers in turn. None if no cell chooses pages."""
     chosen = [i for i in program.instructions if isinstance(i, Forward) and i.chooses]
     if not chosen:
         return None

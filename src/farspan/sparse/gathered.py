@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class FlashPages:
-    """aten's flash attention for CPUs: D == Dv."""
+    """Attention of rows to copies of their pages by aten's flash attention for CPUs, if D == Dv."""
 
     softcap: None = None
 
@@ -69,7 +69,8 @@ class FlashPages:
 
 @dataclass(frozen=True, slots=True)
 class PlainPages:
-    """Matrix products and a softmax in the accumulate dtype: soft caps, D != Dv, any device."""
+    """Attention of rows to copies of their pages in plain PyTorch, in the accumulate dtype: for
+    soft caps, D != Dv and any device."""
 
     softcap: float | None = None
 
@@ -97,7 +98,8 @@ class PlainPages:
     def _scores(
         self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return capped and masked scores, and d capped / d uncapped before the mask."""
+        """Return scores after soft-capping and masking, and the derivative of capped by uncapped
+        scores."""
         dtype = accumulate_dtype(q.dtype)
         scores = q.to(dtype) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -115,29 +117,32 @@ PageKernel = FlashPages | PlainPages
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows of a slab."""
+    """Rows of a slab that are attended at one time, all with equally many pages."""
 
     places: tuple[Tensor, Tensor, Tensor]  # their indices in [B, Hk, M, ...], each [x]
     index: Tensor  # [x, k]: their units
     mask: Tensor | None  # [x, 1, Q, k * P]
 
     def queries(self, x: Tensor) -> Tensor:
-        """Select [B, Hk, M, r, Q, ...] -> [x, r, Q, ...], of any strides but the innermost."""
+        """Select this part's rows, [x, r, Q, ...], from a tensor [B, Hk, M, r, Q, ...] with any
+        outer strides."""
         rows = x[self.places]
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
     def copies(self, of_units: Tensor) -> Tensor:
-        """Copy [U, P, D] -> [x, 1, k * P, D]."""
+        """Copy this part's pages, [x, 1, k * P, D], from a slab's keys or values [U, P, D]."""
         copies = of_units.index_select(0, self.index.flatten())
         return copies.view(len(self.index), 1, -1, of_units.shape[2])
 
     def put(self, totals: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Write rows from `queries` back into the totals."""
+        """Write rows, in the shape that `queries` returns, back into the tensors that they came
+        from."""
         for total, x in zip(totals, rows, strict=True):
             total[self.places] = x
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add part [x, 1, k * P, D] to total [U, P, D] by unit, in the order of the entries.
+        """Add gradients of this part's pages [x, 1, k * P, D] to the slab's sums [U, P, D] of their
+        units.
 
         Deterministic on either device: index_add_ is so on CPUs, and 15 times as fast there as a
         sort and sums of segments, and index_put_, which sorts, on CUDA.
@@ -151,7 +156,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _SlabRows:
-    """The rows of a slab."""
+    """The rows (page of queries, key-value head) that attend to a slab, and the masks that they
+    need."""
 
     page: int
     query_page: int
@@ -159,7 +165,8 @@ class _SlabRows:
     starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
     def alike(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield rows [B, Hk, M], flat, of equal numbers of pages, and whether they need masks."""
+        """Yield the flat indices in [B, Hk, M] of rows with equally many pages, and whether they
+        need masks."""
         index = self.units.index
         kinds = 2 * (index >= 0).sum(3)
         if self.starts is not None:
@@ -189,7 +196,7 @@ class _SlabRows:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Copies a slab's units once, then attends as many rows at a time as `part_bytes` allow."""
+    """Implements `FarKernel` by copying pages, for as many rows at a time as `part_bytes` allow."""
 
     kernel: PageKernel
     part_bytes: int = PART_BYTES["cpu"]
@@ -267,7 +274,7 @@ class Gathered:
     def _parts(
         self, of_slab: _SlabRows, slab: Slab, queries: Tensor, *, backward: bool
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the rows of each part, and whether they need a mask."""
+        """Yield the flat row indices of each part of a slab, and whether the part needs a mask."""
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
             queries.shape[3],
@@ -286,7 +293,7 @@ class Gathered:
 
 
 def select_far(device_type: str, head_dim: int, value_dim: int, softcap: float | None) -> FarKernel:
-    """Return a kernel for these heads that every machine can run."""
+    """Return a kernel that every machine can run, for attention of such heads to chosen pages."""
     most = PART_BYTES.get(device_type, PART_BYTES["cuda"])
     if device_type == "cpu" and head_dim == value_dim and softcap is None:
         return Gathered(FlashPages(), most)
@@ -304,19 +311,21 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
 
 
 def _whole(x: Tensor, choice: Tensor, call: FarCall) -> Tensor:
-    """Return x [B, H, C, ...]; if a ragged last page lacks queries, a copy padded by zeros."""
+    """Return x [B, H, C, ...] padded by zeros to whole pages of queries; x itself if C is a
+    multiple."""
     ragged = choice.shape[2] * call.query_tokens - x.shape[2]
     return pad(x, (0, 0) * (x.ndim - 3) + (0, ragged)) if ragged else x
 
 
 def _put_back(into: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-    """Copy the results back from the tensors that `_whole` padded."""
+    """Copy results from the tensors that `_whole` padded back into the originals."""
     for x, whole in zip(into, wholes, strict=True):
         if whole is not x:
             x.copy_(whole[:, :, : x.shape[2]])
 
 
 def _by_page(whole: Tensor, choice: Tensor) -> Tensor:
-    """View [B, H, M * Q, ...] as [B, Hk, M, r, Q, ...]."""
+    """View a tensor [B, H, M * Q, ...] by pages of queries and key-value heads, [B, Hk, M, r, Q,
+    ...]."""
     kv_heads, pages = choice.shape[1:3]
     return whole.unflatten(2, (pages, -1)).unflatten(1, (kv_heads, -1)).transpose(2, 3)

@@ -47,7 +47,7 @@ KINDS = "queries", "keys"  # a layer's tensors
 
 @dataclass(frozen=True, slots=True)
 class LayerIndex:
-    """The projections of one layer's queries and keys to the dims of an index."""
+    """The learned maps of one layer, which project queries and keys to the few dims of an index."""
 
     queries: Tensor  # [Hk, r, D, d]
     keys: Tensor  # [Hk, D, d]
@@ -57,13 +57,13 @@ class LayerIndex:
         return self.keys.shape[2]
 
     def is_whole(self) -> bool:
-        """Return whether the shapes fit each other."""
+        """Return whether the shapes of the two maps fit each other."""
         heads, _, dims, dim = self.queries.shape if self.queries.ndim == 4 else (0, 0, 0, 0)
         return heads * dim > 0 and self.keys.shape == (heads, dims, dim)
 
     @torch.no_grad()
     def of_queries(self, q: Tensor) -> Tensor:
-        """Project q [B, H, T, D] -> [B, H, T, d], in its dtype."""
+        """Project queries q [B, H, T, D] to the index's dims, [B, H, T, d], in q's dtype."""
         found = q.new_empty(*q.shape[:3], self.dim)
         for row, result in zip(q, found, strict=True):  # a product of all rows would copy them
             torch.bmm(row, self.queries.flatten(0, 1), out=result)
@@ -71,12 +71,12 @@ class LayerIndex:
 
     @torch.no_grad()
     def of_keys(self, k: Tensor) -> Tensor:
-        """Project k [T, B, Hk, D] -> [T, B, Hk, d], in its dtype."""
+        """Project keys k [T, B, Hk, D] to the index's dims, [T, B, Hk, d], in k's dtype."""
         found = torch.bmm(k.flatten(0, 1).transpose(0, 1), self.keys)
         return found.transpose(0, 1).unflatten(0, k.shape[:2])
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Project a whole sequence's q [B, H, T, D] and k [B, Hk, T, D] to d dims."""
+        """Project q [B, H, T, D] and k [B, Hk, T, D] of a whole sequence to the index's dims."""
         maps = self.to(q.device, q.dtype)
         return q @ maps.queries.flatten(0, 1), k @ maps.keys
 
@@ -86,7 +86,8 @@ class LayerIndex:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Index:
-    """Learned maps that compare pages in a step; implements `sparse.pages.Selector`."""
+    """The index of a model: maps by layer, with which pages are compared; implements
+    `sparse.pages.Selector`."""
 
     layers: Mapping[int, LayerIndex]  # by layer number: those without a window
     select: Selector | None = None  # reads the votes; None: the step's choice of the most votes
@@ -104,11 +105,12 @@ class Index:
         return max(layer.dim for layer in self.layers.values())
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters for an optimizer; maps learn if they require gradients."""
+        """Return the maps as parameters for an optimizer; those that require gradients learn during
+        steps."""
         return [x for layer in self.layers.values() for x in (layer.queries, layer.keys)]
 
     def learning(self) -> Self:
-        """Return the same maps, which learn from now on."""
+        """Let all maps require gradients, so that steps train them, and return this index."""
         for parameter in self.parameters():
             parameter.requires_grad_()
         return self
@@ -121,9 +123,9 @@ class Index:
 
     @torch.no_grad()
     def at(self, device: torch.device, dtype: torch.dtype) -> Mapping[int, LayerIndex]:
-        """Return the maps on the device and in the dtype of cells. Frozen maps are copied once for
-        all steps, and again after they have changed; learning maps each time, because fused
-        optimizers leave `_version` as it was."""
+        """Return the maps of each layer on a device and in a dtype. Frozen maps are copied once for
+        all steps, and again after they have changed; learning maps are copied each time, because
+        fused optimizers leave `_version` as it was."""
         now = [(id(x), 0 if x.is_inference() else x._version) for x in self.parameters()]
         before, found, _ = self.placed.get((device, dtype), (None, {}, None))
         if before != now or self.learns():
@@ -136,7 +138,8 @@ class Index:
         return found
 
     def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
-        """Raise UnsupportedError unless these map a model of such layers to `dim` dims."""
+        """Raise UnsupportedError unless the index has maps to `dim` dims for exactly the layers of
+        this model that choose pages."""
         wanted = {n for n, layer in enumerate(layers) if layer.attends() and layer.window is None}
         if missing := sorted(wanted - self.layers.keys()):
             raise UnsupportedError(
@@ -166,7 +169,8 @@ class Index:
                 )
 
     def save(self, folder: Path | str) -> None:
-        """Write the adapter, a folder of float32 tensors and a small config. Raises WriteFailed."""
+        """Write the index to a folder: float32 tensors and a small configuration. Raises
+        WriteFailed."""
         about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
         folder = Path(folder)
         with writing(folder, SafetensorError):
@@ -174,7 +178,7 @@ class Index:
             write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
 
     def digest(self) -> str:
-        """Return the SHA-256 of the adapter's tensors, independent of their folder."""
+        """Return the SHA-256 of the maps, whatever folder they came from."""
         found = hashlib.sha256()
         for name, tensor in sorted(self._tensors().items()):
             found.update(f"{name} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
@@ -189,7 +193,8 @@ class Index:
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """Read an adapter. Raises UnsupportedError if the folder holds none."""
+        """Read an index from a folder that `save` wrote. Raises UnsupportedError if it holds
+        none."""
         folder = Path(folder)
         about = read_json(folder / CONFIG)
         if about is None or about.get("format") != FORMAT:
@@ -229,7 +234,8 @@ HIDDEN = -1e30  # score of a page that a query does not see: finite, for rows wi
 
 
 class Taught(NamedTuple):
-    """Queries that chose together, and the keys that they saw."""
+    """A training example of an index: one page of queries, and the keys of the pages chosen for
+    it."""
 
     q: Tensor  # [B, H, Q, D]
     k: Tensor  # [B, Hk, n, P, D], of the chosen pages
@@ -242,9 +248,11 @@ class Taught(NamedTuple):
 def lesson(
     call: SparseCall, q: Tensor, lse: Tensor, choice: Tensor, number: int, k: Tensor
 ) -> Taught:
-    """Return the training example of page `number` of a chunk's queries q [B, H, C, D], whose lse
-    [B, H, C] is over all visible keys, with the choice [B, Hk, M, n] and the keys k [T, B, Hk, D]
-    before the chunk."""
+    """Return the training example for page `number` of a chunk's queries.
+
+    Shapes: q [B, H, C, D], its lse over all visible keys [B, H, C], choice [B, Hk, M, n], keys k
+    [T, B, Hk, D] before the chunk.
+    """
     (batch, heads), page = choice.shape[:2], call.far.page
     span = slice(number * call.far.query_tokens, (number + 1) * call.far.query_tokens)
     pages = choice[:, :, number].long()
@@ -259,8 +267,9 @@ def lesson(
 
 
 def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
-    """Return the sum over queries and their heads of sum(m log(m / M) - m log p), where m is the
-    mass of each page, M their sum, and p the softmax of the index's scores."""
+    """Return the loss that trains an index: sum(m log(m / M) - m log p) over pages, queries and
+    heads. m is the attention mass of a page, M the sum over a query's pages, and p the softmax of
+    the index's scores."""
     mass = _mass(taught)
     q = taught.q.to(mass.dtype) @ maps.queries.flatten(0, 1)
     k = taught.k.to(mass.dtype).flatten(2, 3) @ maps.keys
@@ -272,7 +281,7 @@ def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
 
 @torch.no_grad()
 def _mass(taught: Taught) -> Tensor:
-    """Return the attention mass that each head gives each page, [B, Hk, r, Q, n]."""
+    """Return the model's attention mass on each chosen page, by query, [B, Hk, r, Q, n]."""
     kv_heads, dtype = taught.k.shape[1], taught.lse.dtype
     q, lse = (_stacked(x.to(dtype), kv_heads) for x in (taught.q, taught.lse))
     scores = (q @ taught.k.to(dtype).flatten(2, 3).mT).mul_(taught.scale)
@@ -283,17 +292,18 @@ def _mass(taught: Taught) -> Tensor:
 
 
 def _stacked(x: Tensor, kv_heads: int) -> Tensor:
-    """Reshape [B, H, Q, ...] -> [B, Hk, r * Q, ...], so that a group's keys are read once."""
+    """Stack the query heads that share a key head, [B, H, Q, ...] -> [B, Hk, r * Q, ...], so that
+    keys are read once."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def _pages_of(scores: Tensor, taught: Taught) -> Tensor:
-    """Reshape [B, Hk, r * Q, n * P] -> [B, Hk, r, Q, n, P]."""
+    """Split scores by query head and by page, [B, Hk, r * Q, n * P] -> [B, Hk, r, Q, n, P]."""
     return scores.unflatten(3, taught.k.shape[2:4]).unflatten(2, (-1, taught.q.shape[2]))
 
 
 def learn(maps: LayerIndex, taught: Taught) -> None:
-    """Add the gradient of the divergence to `.grad` of the maps."""
+    """Add the gradient of the loss `divergence` to the `.grad` of a layer's maps."""
     leaves = [x for x in (maps.queries, maps.keys) if x.requires_grad]
     # Saved-tensor hooks of the cell must not see the tensors of this graph.
     with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
@@ -314,8 +324,9 @@ PLACES = 4  # positions in a context at which a text is read
 def principal_index(
     model: nn.Module, input_ids: Tensor, dim: int, context: int | None = None
 ) -> Index:
-    """Return an index that has not learned yet: the `dim` dims in which products of queries and
-    keys on a text input_ids [B, T] vary most, for each head of keys and all its queries.
+    """Return an index to start training from. Its `dim` dims are those in which the products of
+    queries and keys on a text, input_ids [B, T], vary most, for each key head and the query heads
+    that share it.
 
     With second moments A of queries and C of centred keys, the singular values of A^(1/2) C^(1/2)
     measure the share of a dim; terms that all keys of a query share do not matter. Rotary embedding
@@ -366,7 +377,7 @@ def principal_index(
 
 @dataclass(slots=True)
 class _Moments:
-    """Second moments of queries [B, H, T, D] and keys [B, Hk, T, D], in float64."""
+    """Second moments of a layer's queries and keys over a text, in float64."""
 
     group: int
     queries: Tensor  # means of products of a query's elements, [Hk, D, D]
@@ -381,7 +392,8 @@ class _Moments:
         return cls(group, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1], k.mean(1, keepdim=True))
 
     def add(self, other: Self) -> None:
-        """Add the moments at another position: means become sums, which `principal` divides."""
+        """Add the moments of another reading of the text; `principal` divides the sums to get
+        means."""
         self.queries += other.queries
         self.keys += other.keys
         self.key += other.key
@@ -397,7 +409,8 @@ class _Moments:
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return square roots and inverse roots of symmetric [n, D, D], on their nonzero directions."""
+    """Return square roots of symmetric matrices [n, D, D], and inverse roots on their nonzero
+    directions."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)
@@ -405,5 +418,6 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Return an index that reads its votes by `function`; without an index, the function itself."""
+    """Return the selector `function`; if `selector` is an index, the index with `function` to
+    choose from its votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

@@ -51,7 +51,8 @@ from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
-    """The pages that each query page reads (`PageTable`), and first visible keys or None."""
+    """Kernel arguments: the pages that each query page reads (`PageTable`), and each query's first
+    visible key."""
 
     choice: Any  # [B, Hk, M, k]
     slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
@@ -60,7 +61,8 @@ class PageReads(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The query pages that read each page (`Inverse`), and queries' first visible keys or None."""
+    """Kernel arguments: the query pages that read each page (`Inverse`), and each query's first
+    visible key."""
 
     query_pages: Any
     pages: Any
@@ -70,7 +72,7 @@ class Visits(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums of the gradients of keys and values, fp32."""
+    """Kernel arguments: the sums of the gradients of keys and values, fp32."""
 
     dk: Heads
     dv: Heads
@@ -84,7 +86,8 @@ LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """Visits ordered by (b, h, slot), then by query page. int32, on the device of the choice.
+    """A choice by page: the visits, (page, query page) pairs, ordered by (b, h, slot) and then by
+    query page. int32, on the device of the choice.
 
     Rows r = (b * Hk + h) * S + slot own visits [starts[r], starts[r + 1]).
     """
@@ -97,8 +100,7 @@ class Inverse:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A choice in the form that one call of the kernels reads: of a chunk in a layer, or a slab's
-    part.
+    """A choice as one kernel call reads it: for a chunk in a layer, or for one slab's pages.
 
     Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens [m *
     query_page, (m + 1) * query_page) of the chunk. All chosen pages lie before the chunk: the
@@ -133,7 +135,6 @@ class PageTable:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens of a query page."""
         return self.page if self.query_page is None else self.query_page
 
     @property
@@ -146,13 +147,14 @@ class PageTable:
 
     @property
     def places(self) -> Tensor:
-        """The slot of each entry."""
+        """The slot of each entry of the choice."""
         return self.choice if self.slots is None else self.slots
 
     @cached_property
     def runs(self) -> Tensor | None:
-        """The first entry of a query page, and the number of entries to the last with a page: int32
-        [B, Hk, M, 2]; None: all entries. Slots may hold pages of a few entries only."""
+        """The entries that each query page reads, int32 [B, Hk, M, 2]: the first with a page, and
+        the number from there to the last with a page. None: all entries; a slab holds the pages of
+        a few only."""
         if self.slots is None:
             return None
         some = (self.choice >= 0).int()
@@ -162,7 +164,8 @@ class PageTable:
 
     @cached_property
     def inverse(self) -> Inverse:
-        """The visits of each page, from one stable sort, without waiting for the device."""
+        """The query pages that visit each page, from one stable sort, without making the CPU
+        wait."""
         batch, kv_heads, query_pages, chosen = self.choice.shape
         rows, slots = batch * kv_heads, self.slot_count
         device = self.choice.device
@@ -195,7 +198,8 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError on a CPU; a GPU stops when it reaches the check, without a wait."""
+    """Raise UnsupportedError if `wrong` is true on a CPU; on a GPU, let the device fail when it
+    gets there."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -208,7 +212,7 @@ def _refuse(wrong: Tensor, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """The settings of attention over chosen pages."""
+    """The settings of attention over chosen pages by the Triton kernels."""
 
     table: PageTable
     scale: float
@@ -219,7 +223,7 @@ class PagedCall:
 
 
 class PageGradients(NamedTuple):
-    """The sums of dK and dV of all pages: fp32 [T, B, Hk, D], set to zero by their owner."""
+    """Sums of dK and dV of all pages, fp32 [T, B, Hk, D], which the caller zeroes once."""
 
     dk: Tensor
     dv: Tensor
@@ -242,7 +246,8 @@ def supports(
 
 
 def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out, in the dtype of q, and lse fp32 over the chosen pages alone. Both are fresh.
+    """Return out, in the dtype of q, and lse, fp32, of attention over the chosen pages alone, as
+    new tensors.
 
     A query that sees no key has out 0 and lse -inf, which `merge_` gives no weight. out is [B, C,
     H, D] in memory. Raises UnsupportedError for tensors that do not fit each other or the kernels.
@@ -262,7 +267,8 @@ def attend_pages_backward(
     values: Tensor,
     totals: PageGradients,
 ) -> Tensor:
-    """Return dq, fp32 and fresh, of the chosen pages, and add their dk and dv to `totals`.
+    """Return the chosen pages' share of dq, as a new fp32 tensor, and add their dK and dV to
+    `totals`.
 
     out is in the dtype of q, lse fp32. Totals of pages that no query chose are neither read nor
     written. The same inputs give the same bits.
@@ -306,7 +312,8 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """Return a backward's launches: rows [B, H, C, 4] fp32, for the others; dQ; dK with dV."""
+    """Yield a backward's three launches: values per query for the others (`rows`, [B, H, C, 4]
+    fp32); dQ; dK and dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
@@ -357,8 +364,8 @@ def _launch(
 
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False) -> PageShape:
-    """Return the shapes of a kernel's tiles. With `several`, one tile may hold rows of several
-    query pages; otherwise it is no larger than one needs."""
+    """Return the compile-time sizes of a kernel. With `several`, one tile may hold rows of several
+    query pages; otherwise it shrinks to the rows of one query page if that has fewer."""
     table, group = call.table, q.shape[1] // call.table.choice.shape[1]
     rows = group * table.query_tokens
     return PageShape(
@@ -374,13 +381,14 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
 
 
 def _warps(shape: PageShape, tile: PageTile) -> int:
-    """Return the warps of a tile, at least 16 rows each: more would compute the same twice."""
+    """Return the number of warps for a tile, at least 16 rows each: more would compute the same
+    rows twice."""
     shrunk = shape.tile_queries < tile.queries
     return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 
 
 def _query_grid(call: PagedCall, q: Tensor, tile: PageTile) -> tuple[int, int]:
-    """Return the grid (tiles of all query pages, B * Hk)."""
+    """Return the launch grid of kernels over queries: (tiles of all query pages, B * Hk)."""
     shape = _shape(call, q, tile)
     batch, kv_heads, query_pages, _ = call.table.choice.shape
     tiles = -(-shape.group * shape.query_page // shape.tile_queries)
@@ -400,7 +408,7 @@ def _pages(call: PagedCall) -> PageReads:
 
 
 def _tokens_first(x: Tensor) -> Heads:
-    """Return [T, B, Hk, D] in the form that the kernels address."""
+    """Return keys or values [T, B, Hk, D] with the strides that the kernels expect."""
     token, batch, head, _ = x.stride()
     return Heads(x, batch, head, token)
 
@@ -479,12 +487,12 @@ def fused_votes(
     superpages: Tensor | None = None,
     weighted: bool = True,
 ) -> Tensor:
-    """Return votes [B, Hk, M, n] fp32 for n `pages`, as `pages.vote` does, or [B, Hk, M, S * 16]
-    for those of `superpages` [B, Hk, M, S]; without `weighted`, a page's largest score.
+    """Return the votes of queries for pages, fp32, computed as `pages.vote` does.
 
-    Shapes: q [B, H, C, D], representatives [B, Hk, n * s, D], rounded to the dtype of q. The s of a
-    page are adjacent, and the largest of their scores counts. Only votes and one LSE per query are
-    written to memory.
+    They are [B, Hk, M, n] for n `pages`, or [B, Hk, M, S * 16] for the pages of `superpages` [B,
+    Hk, M, S]; without `weighted`, each page's largest score instead. q is [B, H, C, D],
+    `representatives` [B, Hk, n * s, D], s adjacent ones per page, whose largest score counts; they
+    are rounded to the dtype of q. Only votes and one LSE per query are written to memory.
     """
     (batch, heads, tokens, head_dim), kv_heads = q.shape, representatives.shape[1]
     first = None if call.documents is None else call.documents.int().contiguous()
@@ -520,7 +528,7 @@ def fused_votes(
 
 @dataclass(frozen=True, slots=True)
 class TritonFar:
-    """Implements `FarKernel` for heads that `supports` accepts."""
+    """Implements `FarKernel` by Triton kernels, for heads that `supports` accepts."""
 
     tiles: PageTiles | None = None  # None: those of the GPU's table
     softcap: None = None
@@ -583,7 +591,8 @@ class TritonFar:
         return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
-        """Return the call on a slab's copies, with the entries of the choice that the slab has."""
+        """Return the call for one slab's copied pages: entries of the choice in other slabs become
+        -1."""
         slots = slab.units.index.int().contiguous()
         here = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page
@@ -597,6 +606,7 @@ class TritonFar:
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:
-    """View [U, P, D] as [U * P, B, Hk, D]: each row and head sees all slots and uses its own."""
+    """View a slab's copies [U, P, D] as a buffer [U * P, B, Hk, D] that all rows and heads
+    share."""
     rows, heads = choice.shape[:2]
     return of_units.flatten(0, 1)[:, None, None].expand(-1, rows, heads, -1)

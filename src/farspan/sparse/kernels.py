@@ -37,13 +37,14 @@ NOWHERE = tl.constexpr(2**20)  # a query page after every chunk
 
 @triton.jit
 def _size(veiled):
-    """Return an integer of `Sizes`."""
+    """Decode an integer of `PageSizes` or `VoteSizes`."""
     return veiled >> 4
 
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return addresses [rows, parts[part]] of a part of vectors at `offset` + row, and a mask."""
+    """Return the addresses [rows, parts[part]] of one part of vectors at `offset` + row, and their
+    mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -53,7 +54,7 @@ def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def _load(x, offset, row, fits, shape: tl.constexpr):
-    """Load the parts of a tile of vectors, zeros for elements that do not fit."""
+    """Load a tile of vectors as a tuple of their parts; rows that do not fit are zeros."""
     tile = ()
     for part in tl.static_range(len(shape.parts)):
         at, mask = _vectors(x, offset, row, fits, part, shape)
@@ -70,8 +71,8 @@ def _store(x, offset, row, fits, tile, shape: tl.constexpr):
 
 @triton.jit
 def _query_rows(query_page, row, sizes, shape: tl.constexpr):
-    """Return the head in the group, the token in the chunk, and the validity of rows of a query
-    page, or of one query page per row."""
+    """Return each row's head in its group, its token in the chunk, and whether they exist.
+    `query_page` is one number, or one for each row."""
     head = row // shape.query_page
     token = query_page * shape.query_page + row % shape.query_page
     fits = (head < shape.group) & (token < _size(sizes.queries))
@@ -80,13 +81,14 @@ def _query_rows(query_page, row, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _place(x, batch, kv_head, heads):
-    """Return the offset of the first of `heads` heads of a group."""
+    """Return the offset of a batch row's first head in a group of `heads` heads."""
     return batch.to(tl.int64) * x.batch + kv_head.to(tl.int64) * heads * x.head
 
 
 @triton.jit
 def _rows_of_program(sizes, shape: tl.constexpr):
-    """Return rows, query page, batch row and head of K, V of a program of forward or dQ."""
+    """Return the rows, query page, batch row and key-value head of a program of the forward or dQ
+    kernel."""
     rows: tl.constexpr = shape.group * shape.query_page
     tiles: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     tile, query_page = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -97,7 +99,8 @@ def _rows_of_program(sizes, shape: tl.constexpr):
 
 @triton.jit
 def _entries(table, query_page, sizes):
-    """Return the first entry of a program's query page, and the number of entries."""
+    """Return the first entry of the choice that a program's query page reads, and the number of
+    entries."""
     row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
     first, count = row * _size(sizes.chosen), _size(sizes.chosen)
     if table.runs is not None:
@@ -108,7 +111,7 @@ def _entries(table, query_page, sizes):
 
 @triton.jit
 def _chosen_page(table, entry):
-    """Return the page in the sequence, -1 for none, and the slot in the buffer."""
+    """Return an entry's page in the sequence, -1 for none, and its slot in the buffer."""
     page = tl.load(table.choice + entry)
     slot = page
     if table.slots is not None:
@@ -118,7 +121,8 @@ def _chosen_page(table, entry):
 
 @triton.jit
 def _keys_of(page, slot, tile, sizes, shape: tl.constexpr):
-    """Return a tile's first token in the sequence and in the buffer, and a mask of its keys."""
+    """Return the first token of a tile of a page, in the sequence and in the buffer, and a mask of
+    its keys."""
     first = tile * shape.tile_keys
     count = tl.where(page < 0, 0, tl.minimum(shape.page, _size(sizes.tokens) - page * shape.page))
     fits = tl.arange(0, shape.tile_keys) < count - first
@@ -133,8 +137,8 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 @triton.jit
 def _product(a, b, start):
-    """Return a @ b.T over all parts, with sums that begin at `start` if given. fp32 sums begin at
-    0: their use is to check last bits."""
+    """Return a @ b.T, added to `start` if given. fp32 sums begin at 0 and add `start` last: their
+    use is to check last bits."""
     late: tl.constexpr = start is not None and a[0].dtype == tl.float32
     product = None if late else start
     for part in tl.static_range(len(a)):
@@ -146,13 +150,13 @@ def _product(a, b, start):
 
 @triton.jit
 def _zeros(rows: tl.constexpr, tile):
-    """Return zero sums for such vectors."""
+    """Return zero sums [rows, width], fp32, for each part of a tile's vectors."""
     return [tl.full([rows, part.shape[1]], 0.0, tl.float32) for part in tile]
 
 
 @triton.jit
 def _add_product(sums, weights, tile):
-    """Return sums + weights @ tile, part by part. The last part comes first: with few rows, Triton
+    """Return sums + weights @ tile, part by part, the last part first. With few rows, Triton
     distributes all products of a loop over warps to suit the last one. For 16 rows of 16 dimensions
     four warps would compute the same: 2.5 times the work of 128 dimensions for 80."""
     weights, added = weights.to(tile[0].dtype), ()
@@ -215,8 +219,8 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
 
 @triton.jit
 def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
-    """Compute the values per query that the two others read, as `_row_values` returns them, without
-    fp32 copies of dO and O. A row without any key gets -inf, so that its weights are 0."""
+    """Compute three numbers per query that the dQ and dK, dV kernels read (see `_row_values`),
+    without fp32 copies of dO and O. A row without any key gets -inf, so that its weights are 0."""
     row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
     head, token, fits = _query_rows(query_page, row, sizes, shape)
     dout_tile, out_tile = _load_both(dout, out, batch, kv_head, head, token, fits, shape)
@@ -235,7 +239,8 @@ def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _row_values(rows, offset, row, fits):
-    """Return -lse / scale, -delta and the first key of queries, zeros for rows that do not fit.
+    """Return -lse / scale, -rowsum(dO * O) and the first visible key of each query; zeros for rows
+    that do not fit.
 
     One load of 16 bytes a query: three tensors would take three times the copies of four bytes, and
     their addresses. A product begins with -lse / scale or -delta as its sum, which saves the
@@ -251,7 +256,7 @@ def _row_values(rows, offset, row, fits):
 
 @triton.jit
 def _load_both(x, y, batch, kv_head, head, token, fits, shape: tl.constexpr):
-    """Load rows of two tensors of queries."""
+    """Load the same rows from two tensors of queries."""
     place, rows = _place(x, batch, kv_head, shape.group), head * x.head + token * x.token
     x_tile = _load(x, place, rows, fits, shape)
     place, rows = _place(y, batch, kv_head, shape.group), head * y.head + token * y.token
@@ -293,7 +298,8 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Return the query page of a tile of a page's visits, or of each of its rows.
+    """Return the query page whose rows tile number `step` of a page's visits holds, or the query
+    page of each row.
 
     A tile belongs to one query page, unless query pages have fewer rows: then the rows of all
     visits lie one after the other and a tile spans several. After the last visit comes a page
@@ -312,8 +318,8 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
-    """Return the head in the group and the token in the query page of a tile's first row, and of
-    its rows relative to the first.
+    """Return the head in its group and the token in its query page of a tile's first row, and those
+    of all rows relative to it.
 
     The former is one number for all rows; the latter is the same for all tiles, except for tiles of
     several query pages or of parts of uneven ones.
@@ -339,7 +345,8 @@ def _rows_of_tile(step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_from(x, place, head, token, shape: tl.constexpr):
-    """Return the offset of a tile's first row, or of each row's query page."""
+    """Return the offset of a tile's first row; if a tile spans query pages, one offset for each
+    row."""
     at = place + tl.cast(head, tl.int64) * x.head + tl.cast(token, tl.int64) * x.token
     if shape.group * shape.query_page < shape.tile_queries:
         at = at[:, None]
@@ -348,8 +355,8 @@ def _rows_from(x, place, head, token, shape: tl.constexpr):
 
 @triton.jit
 def _owned(visits, row, start, sizes, shape: tl.constexpr):
-    """Return batch row, head, first token in the sequence and in the buffer, and a mask of the keys
-    of a program of dK, dV."""
+    """Return the keys that a dK, dV program owns: batch row, head, first token in the sequence and
+    in the buffer, and a mask."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
     page = tl.load(visits.pages + start)
@@ -359,8 +366,8 @@ def _owned(visits, row, start, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
-    """Add sums to a total, at the keys of a program. All inputs are read again (`volatile`):
-    addresses held through the loop cost 20 registers, which it does not have."""
+    """Add a program's sums to the total at the keys that it owns. All inputs are read again
+    (`volatile`): addresses held through the loop cost 20 registers, which it does not have."""
     row = tl.load(visits.rows + tl.program_id(0) // tiles, volatile=True).to(tl.int64)
     start = tl.load(visits.starts + row)
     batch, kv_head, _, at, there = _owned(visits, row, start, sizes, shape)
@@ -373,7 +380,7 @@ def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
 
 @triton.jit
 def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.constexpr):
-    """Compute dK and dV of one page; the program owns its keys of the totals."""
+    """Compute dK and dV of a tile of one page's keys, which no other program writes."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     row = tl.load(visits.rows + tl.program_id(0) // tiles).to(tl.int64)
     start, stop = tl.load(visits.starts + row), tl.load(visits.starts + row + 1)
@@ -444,7 +451,8 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 
 @triton.jit
 def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
-    """Return the page of each column of votes, a page after all others for columns without one."""
+    """Return the page that each column of votes is for; columns beyond the last get a page after
+    all others."""
     page = column
     if superpages is not None:
         each = _size(sizes.columns) // shape.superpage
@@ -458,7 +466,8 @@ def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexpr):
-    """Return scores of a tile of pages in base 2, [tile_queries, tile_keys]."""
+    """Return the scores of queries for pages in base 2, [tile_queries, tile_keys]: for each page
+    the largest over its representatives."""
     row = (page * shape.each).to(tl.int64) * representatives.token
     there = page < _size(sizes.pages)
     if shape.each == 1:
@@ -475,7 +484,7 @@ def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexp
 
 @triton.jit
 def _seen_pages(first_key, batch, token, fits, page, sizes, shape: tl.constexpr):
-    """Return a mask of the pages of a tile that exist and hold a key that a query may see."""
+    """Return a mask of the pages that exist and hold a key that the query may see."""
     seen = (page < _size(sizes.pages))[None, :]
     if first_key is not None:
         first = _first_keys(first_key, batch, token, fits, sizes) // shape.page

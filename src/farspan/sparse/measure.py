@@ -24,8 +24,8 @@ from farspan.spec import BACKWARD_PRODUCTS, MEAN, Curve, Sparse
 
 @dataclass(frozen=True, slots=True)
 class PagesProblem:
-    """A chunk's attention to chosen pages, and its votes, by the kernels of sparse attention. Pages
-    are those of `Sparse()`; each page of queries draws distinct pages."""
+    """Random inputs to time sparse attention's kernels: a chunk's queries, the keys before it, and
+    pages of `Sparse()`'s size, drawn at random for each page of queries."""
 
     call: PagedCall
     q: Tensor
@@ -38,7 +38,7 @@ class PagesProblem:
         return self.q.shape[1]
 
     def flop(self, *, backward: bool) -> float:
-        """Return the FLOP of one head."""
+        """Return the FLOP of attention to the chosen pages, per query head."""
         table = self.call.table
         seen = table.choice.shape[3] * table.page
         flop = 4.0 * self.q.shape[2] * seen * self.q.shape[3]
@@ -56,7 +56,8 @@ class PagesProblem:
         return partial(attend_pages_backward, self.call, queries, self.k, self.v, totals)
 
     def vote(self) -> tuple[float, Call]:
-        """Return the FLOP of one head and the call that compares pages as `Sparse()` does."""
+        """Return the FLOP of the votes for pages, per query head, and the call that computes
+        them."""
         sparse, page = Sparse(), self.call.table.page
         means = mean_keys(self.k, sparse.mean_tokens).permute(1, 2, 0, 3).contiguous()
         pages, call = range(self.k.shape[0] // page), FarCall(self.call.scale, page)
@@ -66,7 +67,7 @@ class PagesProblem:
 
 
 def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
-    """Make the sparse attention problem; None if farspan has no kernels for this device."""
+    """Make the inputs to time; None if farspan has no kernels for this device and dtype."""
     if dtype.itemsize != 2 or not supports(bench.device, dtype, HEAD_DIM, HEAD_DIM, None):
         return None
     sparse, queries, tokens = Sparse(), 2 * bench.effort.held, 8 * bench.effort.held
@@ -85,8 +86,8 @@ def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
 
 
 def page_curves(bench: Bench, path: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Return curves of one size for sparse attention; none if farspan has no kernels for this
-    device."""
+    """Measure the rates of attention to chosen pages and of votes, each at one size; empty if
+    farspan has no kernels for this device."""
     made = chosen_pages(bench, dtype)
     if made is None:
         return {}

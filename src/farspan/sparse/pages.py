@@ -39,7 +39,7 @@ MOST_PAGES = 2**31  # above any int32: avoids asking the device for the largest 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a choice: distinct, ordered by row, head, page."""
+    """The distinct units of a choice, ordered by batch row, key-value head and page."""
 
     rows: Tensor  # [U] int64
     heads: Tensor  # [U]
@@ -50,14 +50,16 @@ class Units:
         return len(self.pages)
 
     def places(self, page: int, batch: int, heads: int) -> Tensor:
-        """Return the rows [U * P] that hold the units in a buffer [T, B, Hk, D] viewed as [T * B *
-        Hk, D]: one `index_select` gathers them, 2.5 times as fast as indexing three dimensions."""
+        """Return where the units' tokens lie, [U * P]: row numbers of a buffer [T, B, Hk, D] viewed
+        as [T * B * Hk, D]. One `index_select` by them is 2.5 times as fast as indexing three
+        dimensions."""
         token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
         token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
         return token.flatten()
 
     def slabs(self, most_units: int) -> Iterator["Units"]:
-        """Yield the units in order, in slabs of at most `most_units`; no slab without units."""
+        """Yield the units in slabs of at most `most_units`, in order; nothing if there are no
+        units."""
         if 0 < len(self) <= most_units:
             yield self
             return
@@ -69,8 +71,8 @@ class Units:
 
 
 def units_of(choice: Tensor, count: int | None = None) -> Units:
-    """Return the units of a choice [B, Hk, M, k]. `count` is their number, if known; else the CPU
-    waits for the device once, to read it."""
+    """Return the units of a choice [B, Hk, M, k]. `count` is their number; if it is None, the CPU
+    waits for the device to read it."""
     if choice.numel() == 0:
         nothing = torch.empty(0, dtype=torch.int64, device=choice.device)
         return Units(nothing, nothing, nothing, choice.long())
@@ -85,15 +87,15 @@ def units_of(choice: Tensor, count: int | None = None) -> Units:
 
 
 def count_of(choice: Tensor) -> Tensor:
-    """Return the number of units of a choice, [1], without making the CPU wait."""
+    """Return the number of units of a choice as a tensor [1], without making the CPU wait."""
     if choice.numel() == 0:
         return torch.zeros(1, dtype=torch.int64, device=choice.device)
     return _ranked(choice)[2][-1:].clone()
 
 
 def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the entries in the order of their units, each one's origin, and the place of its unit,
-    from 1; 0 for entries without a page."""
+    """Return the choice's entries sorted by unit, the index that each had before, and the number of
+    its unit, counted from 1; 0 for entries without a page."""
     batch, heads = choice.shape[:2]
     owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
     number = torch.where(choice < 0, -1, owner * MOST_PAGES + choice).flatten()
@@ -106,7 +108,7 @@ def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Units that were gathered together."""
+    """Copies of the keys and values of consecutive units."""
 
     units: Units  # `index` is -1 for entries whose unit is in another slab
     keys: Tensor  # [U, P, D]
@@ -114,7 +116,7 @@ class Slab:
 
 
 class Resident(NamedTuple):
-    """Pages in place, in tensors [T, B, Hk, D] on the device of the queries."""
+    """All pages before a chunk, read in place from buffers [T, B, Hk, D] on the queries' device."""
 
     k: Tensor
     v: Tensor
@@ -123,29 +125,36 @@ class Resident(NamedTuple):
 
 
 class Pages(KeyValues, Protocol):
-    """K, V of the tokens before a chunk, block by block and page by page, and their gradients."""
+    """Keys and values before a chunk, read by block or by chosen page, and their gradients."""
 
     def representatives(self, pages: range) -> Tensor:
-        """Return mean keys of these pages [B, Hk, n * R, D], R a page, in the dtype of keys."""
+        """Return the mean keys of these pages [B, Hk, n * R, D], R per page, in the dtype of
+        keys."""
 
     def begin(self, choice: Tensor) -> None:
-        """Announce that the pages of this choice [B, Hk, M, k] are needed next."""
+        """Announce the choice [B, Hk, M, k] whose pages are read next, so that they can be fetched
+        ahead."""
 
     def resident(self) -> Resident | None:
-        """Return all pages in place, for a kernel that can read them there; None: gather them."""
+        """Return all pages for a kernel to read in place; None if they must be copied by
+        `slabs`."""
 
     def slabs(self) -> Iterator[Slab]:
-        """Yield the announced choice in slabs, in order; K, V are valid until the next slab."""
+        """Yield the announced pages slab by slab, in order; a slab is valid until the next is
+        requested."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Return zeros for dK [U, P, D], dV [U, P, Dv] of the present slab, in the wide dtype."""
+        """Return zeroed tensors for a slab's dK [U, P, D] and dV [U, P, Dv], in the accumulate
+        dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients accumulated in `sums` to the totals of the slab's units."""
+        """Add a slab's dK and dV, accumulated in the tensors from `sums`, to the totals of its
+        pages."""
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:
-    """Return means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], less a ragged rest."""
+    """Return the mean of each run of `tokens` keys, [n, B, Hk, D], for k [T, B, Hk, D]; a last,
+    shorter run is left out."""
     whole = k.shape[0] // tokens
     parts = k[: whole * tokens].unflatten(0, (whole, tokens))
     return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
@@ -161,14 +170,16 @@ SCORES_ELSEWHERE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidate pages of a chunk; column i of votes is page `pages[i]`, or `columns()[..., i]`."""
+    """The pages that a chunk may choose from, and which page each column of the votes is for: page
+    `pages[i]`, or `columns()[..., i]` if superpages were ranked."""
 
     pages: range
     first: Tensor | None = None  # [B, M]: earlier pages are hidden from all queries; None: none are
     superpages: Tensor | None = None  # [B, Hk, M, S], ascending: only their pages are compared
 
     def columns(self) -> Tensor | None:
-        """Return the pages [B, Hk, M, S * 16] of the superpages; a ragged last exceeds `pages`."""
+        """Return the page of each column, [B, Hk, M, S * 16], if superpages were ranked, else None.
+        A ragged last superpage gives numbers beyond `pages`."""
         if self.superpages is None:
             return None
         within = torch.arange(SUPERPAGE, device=self.superpages.device)
@@ -176,7 +187,8 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return the columns whose page no query sees: bool [B, 1 or Hk, M, n or S * 16]."""
+        """Return a mask of the columns whose page no query sees, bool [B, 1 or Hk, M, n or S *
+        16]."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -189,12 +201,13 @@ class Candidates:
         return (pages < self.first[..., None]).unsqueeze(1)
 
     def numbers(self, columns: Tensor) -> Tensor:
-        """Return the pages of these columns [B, Hk, M, k]."""
+        """Convert column numbers of the votes to page numbers, [B, Hk, M, k]."""
         pages = self.columns()
         return columns + self.pages.start if pages is None else pages.gather(3, columns)
 
     def spread(self, votes: Tensor) -> Tensor:
-        """Return votes of all candidates [B, Hk, M, n]: 0 for pages that were not compared."""
+        """Return votes with a column for every candidate, [B, Hk, M, n]: 0 for pages not
+        compared."""
         pages = self.columns()
         if pages is None:
             return votes
@@ -205,10 +218,10 @@ class Candidates:
 
 
 class Selector(Protocol):
-    """Chooses pages. Its answer depends on nothing but its arguments and its own fields."""
+    """Chooses pages by their votes, as a pure function of its arguments and its own fields."""
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        """Return a choice among `candidates` for votes [B, Hk, M, columns of the candidates]."""
+        """Return the pages chosen among `candidates`, for votes [B, Hk, M, columns]."""
 
 
 def vote(
@@ -219,8 +232,8 @@ def vote(
     documents: Tensor | None,
     first: int,
 ) -> Tensor:
-    """Return votes [B, Hk, M, n], in the accumulate dtype, of the queries for pages from `first`
-    on.
+    """Return the votes [B, Hk, M, n] that pages of queries give candidate pages, the first of which
+    is page `first`, in the accumulate dtype.
 
     q [B, H, C, D], representatives [B, Hk, n * R, D], documents [B, C] the first token of each
     query's document. The score of a page for a query is the largest of scale q . representative
@@ -244,8 +257,8 @@ def vote(
 
 
 def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the tokens, key-value heads and pages of queries of the parts of q [B, H, C, D] that
-    are compared with keys [B, Hk, D, n * R] at one time."""
+    """Yield the parts of q [B, H, C, D] that are compared with keys [B, Hk, D, n * R] at one time,
+    as slices of tokens, of key-value heads and of pages of queries."""
     (batch, heads, tokens, _), kv_heads = q.shape, keys.shape[1]
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
     row = batch * (heads // kv_heads) * max(1, keys.shape[3])
@@ -257,7 +270,8 @@ def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, sli
 
 
 def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> Tensor | None:
-    """Return a mask [B, 1, 1, t, n] of `pages` before the documents of a span of queries."""
+    """Return a mask [B, 1, 1, t, n] of the pages that end before the document of each query
+    begins."""
     if documents is None:
         return None
     number = torch.arange(pages.start, pages.stop, device=documents.device)
@@ -265,7 +279,8 @@ def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> T
 
 
 def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of about `most` tokens that vote together: pages of queries, or parts of one."""
+    """Yield spans of about `most` tokens to compare at one time: whole pages of queries, or parts
+    of one."""
     whole = max(1, most // page) * page
     step = whole if UNDIVIDED * most >= page else max(LEAST, most)
     for first in range(0, tokens, whole):
@@ -275,8 +290,8 @@ def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | None) -> Tensor:
-    """Return the weights [B, h, r, t, n] of queries [B, h, r, t, D] for pages, by keys [B, h, D, n
-    * R], R = `each`; `hidden` is bool [B, 1, 1, t, n]."""
+    """Return the softmax weights [B, h, r, t, n] that queries [B, h, r, t, D] give pages. keys [B,
+    h, D, n * R] has R = `each` per page; `hidden` is bool [B, 1, 1, t, n]."""
     scores = _scores(q, keys, scale, each)
     if hidden is None:
         return scores.softmax(-1)
@@ -285,14 +300,16 @@ def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | 
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
-    """Return the scores [B, h, r, t, n] of queries [B, h, r, t, D] for pages; see `_weights`."""
+    """Return the scores [B, h, r, t, n] of queries for pages: for each page the largest over its
+    keys."""
     # The heads of a group stacked: their keys are read once, not copied for each.
     scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
     return scores.unflatten(4, (-1, each)).amax(5) if each > 1 else scores
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
-    """Add weights [B, h, r, t, n] of m pages of queries, or parts, to votes [B, h, m, n]."""
+    """Combine weights [B, h, r, t, n] over each page of queries into its votes [B, h, m, n], in
+    place: by the largest, or else by sums."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
         weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)
@@ -307,9 +324,9 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
 
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
-    """Return keys that rank superpages, [B, Hk, N * R', D], from representatives [B, Hk, n * R, D],
-    in their dtype: means of 4 tokens, less the mean of all, which favours no page but dominates
-    some heads' scores. A ragged last superpage repeats its last mean."""
+    """Return keys by which superpages are ranked, [B, Hk, N * R', D], from mean keys [B, Hk, n * R,
+    D]: means of 4 tokens, less the mean of all, which favours no page but dominates some heads'
+    scores. A ragged last superpage repeats its last mean."""
     each = sparse.super_tokens // sparse.mean_tokens
     parts = representatives.unflatten(2, (-1, each))
     count = parts.shape[2]
@@ -324,9 +341,9 @@ def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
 def largest_scores(
     q: Tensor, keys: Tensor, sizes: tuple[int, int, int], scale: float, documents: Tensor | None
 ) -> Tensor:
-    """Return the largest score [B, Hk, M, N] of a page of queries for superpages, -inf if it
-    sees none. `sizes`: keys and tokens of a superpage, and Q; `documents` [B, C] count from the
-    first."""
+    """Return, for each page of queries and superpage, the largest score of a query for a key, [B,
+    Hk, M, N]; -inf if no query sees it. `sizes`: keys and tokens per superpage, queries per page;
+    `documents` [B, C]: each document's start, counted from the first superpage."""
     each, page, together = sizes
     kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
     pages = range(keys.shape[3] // each)
@@ -343,7 +360,8 @@ def largest_scores(
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
-    """Return the best superpages int32 [B, Hk, M, count], ascending, by scores [B, Hk, M, N]."""
+    """Return the `count` superpages with the largest scores [B, Hk, M, N], as ascending numbers,
+    int32 [B, Hk, M, count]."""
     found = Candidates(range(scores.shape[3]))
     return take_most(scores, found, _everywhere(count, scores), count)
 
@@ -356,7 +374,8 @@ def vote_refined(
     documents: Tensor | None,
     candidates: Candidates,
 ) -> Tensor:
-    """Return votes [B, Hk, M, S * 16] for the pages of superpages, as `vote` does."""
+    """Return votes as `vote` does, for the pages of the ranked superpages alone, [B, Hk, M, S *
+    16]."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -388,8 +407,8 @@ def vote_refined(
 def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
-    """Return scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] of a run of pages
-    of queries for the pages of their superpages."""
+    """Return the scores [B, Hk, m, r * t, S * 16] of queries [B, Hk, m, r * t, D] for the pages of
+    their page of queries' superpages. `run`: these m pages of queries among all M."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)
@@ -405,13 +424,14 @@ def _refined_scores(
 
 
 def _everywhere(count: int, votes: Tensor) -> Tensor:
-    """Return a count for all rows, written by the device: torch.tensor would wait for a copy."""
+    """Return a scalar tensor, filled on the device: torch.tensor would wait for a copy from the
+    CPU."""
     return torch.full((), count, device=votes.device)
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Chooses the pages with most votes; of equals the lower."""
+    """Chooses the pages with the most votes; of equal pages the lower number."""
 
     pages: int
 
@@ -422,10 +442,9 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class Fraction:
-    """Chooses a fixed share of the pages that a page of queries could see, those with most votes:
+    """Chooses a fixed share of the pages that a page of queries could see, by most votes:
     block-sparse attention of a given sparsity (FPDT 5.6 and table 4, which do not state how blocks
-    are chosen). The time of a step grows with the square of the tokens, as that of dense
-    attention."""
+    are chosen). The time of a step grows with the square of the tokens, as with dense attention."""
 
     sparsity: float  # 0: dense attention
 
@@ -450,7 +469,7 @@ class Fraction:
 
 @dataclass(frozen=True, slots=True)
 class RandomPages:
-    """Chooses as many pages as `TopK`, at random: the baseline that a retrieval must beat."""
+    """Chooses as many pages as `TopK`, but at random: a baseline for the other selectors."""
 
     pages: int
     seed: int
@@ -465,7 +484,8 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A user's function from votes to pages, in any order, -1 for none; answers are checked."""
+    """Chooses pages by a user's function of the votes, and checks the answer: page numbers in any
+    order, -1 for none."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 
@@ -478,7 +498,8 @@ class Checked:
 
 
 def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) -> None:
-    """Raise UnsupportedError unless these are whole numbers of `pages` or -1, unique in a row."""
+    """Raise UnsupportedError unless a user's choice has this shape and holds numbers of `pages`,
+    each at most once in a row, or -1."""
     wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     kind = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
     if not isinstance(choice, Tensor) or choice.dtype not in (torch.int32, torch.int64):
@@ -501,7 +522,8 @@ def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) ->
 
 
 def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) -> Tensor:
-    """Return in each row the `counts` <= `most` pages with most votes, ties to the lower page.
+    """Return the pages with the most votes, `counts` <= `most` in each row; of equal pages the
+    lower number.
 
     This holds on every device: topk alone leaves open which of two equals it takes.
     """

@@ -12,7 +12,8 @@ from farspan.spec import SUPERPAGE
 
 @dataclass(frozen=True, slots=True)
 class PageTile:
-    """One kernel's tile: rows of queries by keys of a page, and its warps and stages."""
+    """The tile size of one kernel (rows of queries by keys of a page), with its warps and
+    stages."""
 
     queries: int  # rows, a power of two, 16 or more
     keys: int  # a power of two, 16 or more
@@ -28,7 +29,7 @@ class PageTiles:
 
 
 class PageShape(NamedTuple):
-    """Compile-time constants of the kernels."""
+    """Sizes that the kernels are compiled for."""
 
     page: int
     query_page: int
@@ -45,7 +46,8 @@ class PageShape(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Sizes that change from chunk to chunk, made by `veiled`; heads and scale do not change."""
+    """Sizes that the kernels take as arguments: those that change from chunk to chunk are `veiled`;
+    heads and scale do not change."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
@@ -57,7 +59,7 @@ class PageSizes(NamedTuple):
 
 
 class VoteSizes(NamedTuple):
-    """Arguments of the kernels of votes."""
+    """Sizes that the kernels of votes take as arguments."""
 
     queries: int
     query_pages: int
@@ -112,20 +114,22 @@ ROW = 16  # bytes per query that a backward reads, without vectors
 
 
 def tile_edge(size: int) -> int:
-    """Return the edge of a matrix product's tile: a power of two of at least 16 and `size`."""
+    """Return the tile edge for `size` rows of a matrix product: the next power of two, at least
+    16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def parts_of(head_dim: int) -> tuple[int, ...]:
-    """Return the dimensions of the one or two tiles that hold vectors, powers of two. There are two
-    if that pads less: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64, but 112 are in 128."""
+    """Return the widths of the tiles that hold a vector: one power of two, or two if that pads
+    less: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64, but 112 are in 128."""
     whole = tile_edge(head_dim)
     two = whole // 2, tile_edge(head_dim - whole // 2)
     return two if sum(two) < whole else (whole,)
 
 
 def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
-    """Return the tiles for a GPU's compute capability, a head size and bytes of an element."""
+    """Return the tile sizes for a GPU's compute capability, a head size and the bytes per
+    element."""
     if itemsize > 2:
         return FULL_PRECISION
     return TILES[max(one for one in TILES if one <= capability)][max(64, tile_edge(head_dim))]
@@ -138,10 +142,10 @@ def vote_tile(head_dim: int, itemsize: int) -> PageTile:
 
 
 def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
-    """Return the most bytes of shared memory that a program of the kernels takes: tensors held
-    throughout, as many tiles of the inner loop as are in flight, and weights, which some chips
-    multiply from there. A forward holds one tile of queries and walks over two of keys and values;
-    the others hold two and walk over two."""
+    """Return the shared memory (bytes) that the neediest kernel takes: tensors held throughout, as
+    many tiles of the inner loop as are in flight, and weights, which some chips multiply from
+    there. A forward holds a tile of queries and loops over tiles of keys and values; the others
+    hold two tiles and loop over two."""
     vector = sum(parts_of(head_dim)) * itemsize
     forward, dq, dkv = tiles.forward, tiles.dq, tiles.dkv
     of_query = 2 * vector + ROW
@@ -154,5 +158,4 @@ def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
 
 
 def _weights(tile: PageTile, itemsize: int) -> int:
-    """Return the bytes of a tile's weights in shared memory."""
     return tile.queries * tile.keys * itemsize
