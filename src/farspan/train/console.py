@@ -37,21 +37,20 @@ class Pace:
         self._seconds = self._clock() - self._started
 
     def seconds_per_step(self, done: float) -> float | None:
-        """Return the seconds of the step in progress, of which the fraction `done` has passed, or
-        of the step before."""
+        """Return the seconds of the current step, estimated from the fraction `done` that is
+        finished, or those of the previous step if nothing is finished yet."""
         if done > 0:
             return max(self._clock() - self._started, 1e-9) / done
         return self._seconds
 
     def remaining(self, step: int, done: float) -> float | None:
-        """Return the seconds until the last step ends, after `step` whole steps and the fraction
-        `done` of the next."""
+        """Return the seconds until the run ends, once `step` steps and the fraction `done` of the
+        next one are finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
 
     def left_of_step(self, done: float) -> float | None:
-        """Return the seconds until the step in progress ends, of which the fraction `done` has
-        passed."""
+        """Return the seconds until the current step ends, once the fraction `done` is finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (1.0 - done) * seconds)
 
@@ -72,8 +71,8 @@ class Countdown:
         self._began, self._at, self._done = 0.0, 0.0, 1.0
 
     def left(self, done: float) -> float | None:
-        """Return the seconds until the evaluation ends, of which the fraction `done` has passed;
-        None at the first call."""
+        """Return the seconds until the evaluation ends, once the fraction `done` is finished; None
+        at the evaluation's first call."""
         now = self._clock()
         if done < self._done:  # a new evaluation began
             self._began, self._at = now, done
@@ -84,8 +83,8 @@ class Countdown:
 
 
 class Reporter:
-    """Base of reporters: receives the events of a training loop, as a context manager. This class
-    prints nothing; ranks other than 0 use it."""
+    """Receiver of a training loop's events, as a context manager. This base class prints nothing;
+    ranks other than 0 use it."""
 
     def __enter__(self) -> Self:
         return self
@@ -96,11 +95,11 @@ class Reporter:
         """Show a message."""
 
     def preparing(self, documents: int, tokens: int, read: object = "") -> None:
-        """Report the documents and tokens prepared until now; `read` says which share of the data
-        that is, and how long the rest takes."""
+        """Report the documents and tokens prepared so far; `read` says which share of the data they
+        are, and how long the rest takes."""
 
     def measuring(self, what: str) -> None:
-        """Report that `what` of the machine is being measured for the planner."""
+        """Report that the planner's measurement of `what` on this machine begins."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
         """Begin training after `step` of `steps`; `how` is shown next to the progress."""
@@ -109,25 +108,25 @@ class Reporter:
         """Report that step `step`, counted from 1, begins."""
 
     def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
-        """Report that the fraction `done` of step `step` is finished; `progress` is that of its
-        current batch, and `part` the number of that batch, if there are several."""
+        """Report that the fraction `done` of step `step` is finished. `progress` counts the cells
+        of the current batch; `part` numbers that batch if a step has several."""
 
     def end(self, values: Mapping[str, Any]) -> None:
         """Report the metrics of a finished step."""
 
     def over(self) -> None:
-        """Report that training has ended, perhaps before its planned number of steps."""
+        """Report that training has ended, at its last step or before."""
 
     def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
-        """Report that the fraction `done` of the evaluation is finished; `progress` is that of its
-        current sequence, and `part` the number of that sequence."""
+        """Report that the fraction `done` of the evaluation is finished. `progress` counts the
+        cells of the current sequence, whose number is `part`."""
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         """Report the metrics of a finished evaluation."""
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end; raised only between two cells."""
+    """A signal asked the run to end. It is raised only between two cells."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -135,9 +134,9 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Handler of signals between `__enter__` and `__exit__`: keeps the first signal for `check`,
-    and lets a second one act as it did before. Processes of one run leave together: where they
-    `meet` between two steps, or at a point of a step that all have `passed`.
+    """Signal handler that lets a run end between two cells. The first signal is kept until `check`,
+    `passed` or `meet` raises Interrupted; a second signal acts as it did before the run. The
+    processes of one run all end at the same point.
 
     A closing terminal sends SIGHUP twice, itself and through its shell, so SIGHUP never ends a
     process at once. An ignored SIGHUP, as under nohup, stays ignored.
@@ -163,19 +162,20 @@ class Interrupt:
         self._give_back(*self._before)
 
     def share(self, world: DistributedContext) -> None:
-        """Share signals with the other processes of `world` from now on."""
+        """Tell the other processes of `world` of signals from now on, so that all end together."""
         if world.size > 1:
             self._world = world
             world.request_stop(self._signum or 0)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come and no other process depends on this one."""
+        """Raise Interrupted if a signal has come. Does nothing in a process that shares its run
+        with others: `passed` and `meet` end those."""
         if self._signum is not None and self._world is None:
             raise Interrupted(self._signum)
 
     def passed(self, place: StopPoint) -> None:
-        """Raise Interrupted if a signal has come; processes that share a run all raise it at the
-        same point."""
+        """Raise Interrupted at this point of the step if a signal has come to any process of the
+        run; all processes raise it at the same point."""
         if self._world is None:
             self.check()
         elif number := self._world.must_stop(place):
@@ -183,8 +183,8 @@ class Interrupt:
             raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
-        """Raise Interrupted in all processes if a signal has come to one. All call it between the
-        same two steps."""
+        """Raise Interrupted in all processes if a signal has come to one. Every process calls this
+        between the same two steps."""
         if self._world is not None:
             self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:
@@ -204,8 +204,8 @@ class Interrupt:
 
 
 class Observer:
-    """A Reporter with an Interrupt: long work reports its progress here, and ends by Interrupted if
-    a signal has come."""
+    """A Reporter and an Interrupt for long work: it reports progress, and raises Interrupted once a
+    signal has come."""
 
     def __init__(self, reporter: Reporter, interrupt: Interrupt, trace: Path | None = None) -> None:
         self.reporter = reporter
@@ -224,21 +224,22 @@ class Observer:
         self.reporter.measuring(what)
 
     def training(self, step: int, batch: int, batches: int, progress: Progress) -> None:
-        """Report progress of batch `batch`, counted from 0, of step `step`, counted from 1."""
+        """Report progress within batch `batch`, counted from 0, of step `step`, counted from 1."""
         self.interrupt.passed(StopPoint.CELL)
         done = (batch + progress.work_done / progress.work) / batches
         part = f"batch {batch + 1}/{batches}" if batches > 1 else ""
         self.reporter.cells(step, done, progress, part)
 
     def evaluating(self, batch: int, batches: int, progress: Progress) -> None:
-        """Report progress of an evaluation in sequence `batch`, counted from 0."""
+        """Report progress of an evaluation within sequence `batch`, counted from 0."""
         self.interrupt.passed(StopPoint.HELD_OUT_CELL)
         done = (batch + progress.work_done / progress.work) / batches
         self.reporter.evaluating(done, progress, f"sequence {batch + 1}/{batches}")
 
 
 class LineReporter(Reporter):
-    """Reporter of one line per step, and one every `patience` seconds within a long step."""
+    """Reporter that prints a line per step, and a line every `patience` seconds within a long
+    step."""
 
     def __init__(
         self, console: Console, patience: float = 15.0, clock: Clock = time.monotonic
@@ -307,7 +308,7 @@ class LineReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """Reporter of one bar for the run and one for the cells of the current step."""
+    """Reporter that draws two progress bars: the run's steps, and the current step's cells."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Bars(
@@ -381,7 +382,7 @@ class BarReporter(Reporter):
 
 
 def make_reporter(console: Console) -> Reporter:
-    """Return a reporter of bars if the console is a terminal, else of lines."""
+    """Return a BarReporter if the console is a terminal, else a LineReporter."""
     return BarReporter(console) if console.is_terminal else LineReporter(console)
 
 
@@ -403,15 +404,16 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """Return the margin and accuracy of chosen over rejected answers, or "" unless the run trains
-    pairs."""
+    """Return the margin and accuracy of chosen over rejected answers as text, or "" unless the run
+    trains preference pairs."""
     if f"{prefix}margin" not in values:
         return ""
     return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
 
 
 def _attention(values: Mapping[str, Any]) -> str:
-    """Return the attention behind a loss, or "" for exact attention."""
+    """Return the kind of attention that a loss was computed with, as text, and "" for exact
+    attention."""
     if "attention" not in values:
         return ""
     mass = values.get("attention_mass")
@@ -420,13 +422,13 @@ def _attention(values: Mapping[str, Any]) -> str:
 
 
 def _cells(progress: Progress, part: str = "") -> str:
-    """Return the number of the batch, if any, and of the cell."""
+    """Return text such as `batch 2/4  cell 7/96`; `part` is the number of the batch, if any."""
     text = f"cell {progress.cells_done}/{progress.cells}"
     return f"{part}  {text}" if part else text
 
 
 def tokenized(documents: int, tokens: int, read: object) -> str:
-    """Return the progress of tokenizing in words."""
+    """Return the progress of tokenizing as text."""
     text = f"{write_number(documents, 'document')}, {write_number(tokens, 'token')}"
     return f"{read}: {text}" if str(read) else text
 

@@ -39,16 +39,16 @@ WEIGHTS = ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class RepositoryTaken(Exception):
-    """A repository must not be replaced; the message says why."""
+    """A repository of the hub must not be replaced; the message says why."""
 
 
 class PushFailed(RuntimeError):
-    """The hub did not accept a model; the message says how to try again."""
+    """The hub did not accept a model; the message says how to upload it again."""
 
 
 def refuse_login(hub: HubConfig | None) -> None:
-    """Refuse a run that is to upload its model while the user is not logged in: before the run, not
-    after it. Raises UnsupportedError."""
+    """Refuse a run that will upload its model, before it starts, if the user is not logged in to
+    the hub. Raises UnsupportedError."""
     if hub is not None and not huggingface_hub.get_token():
         raise UnsupportedError(
             "hub: you are not logged in to the Hugging Face hub; run `hf auth login` or set "
@@ -109,8 +109,9 @@ def _failure(folder: Path, hub: HubConfig, why: str) -> str:
 
 
 def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
-    """Return the weights in the repository that this model does not replace. Raises RepositoryTaken
-    if the repository is public but should be private, or has files that farspan did not write."""
+    """Return the names of weight files in the repository that this model does not replace. Raises
+    RepositoryTaken if the repository is public but should be private, or has files that farspan did
+    not write."""
     if not api.repo_exists(hub.repo):
         return []
     info = api.model_info(hub.repo)
@@ -130,8 +131,8 @@ def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
 
 
 def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
-    """Yield the files of `model/` to upload, without hidden ones. The configuration of adapters
-    names a model in a local folder by the folder's last part."""
+    """Yield the files of `model/` to upload, without hidden ones. An adapter configuration that
+    names a local folder as its base model is uploaded with the folder's last part only."""
     for path in sorted(model.rglob("*")):
         name = path.relative_to(model)
         if not path.is_file() or any(part.startswith(".") for part in name.parts):
@@ -145,7 +146,7 @@ def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
 
 
 class Upload(Thread):
-    """Upload in a background thread, for which the process does not wait when it ends."""
+    """Background thread that uploads a model. The process does not wait for it at exit."""
 
     POLL = 5.0  # seconds to wait at each poll
 
@@ -161,7 +162,8 @@ class Upload(Thread):
             self._found = None, str(error) or type(error).__name__
 
     def poll(self) -> tuple[str | None, str | None] | None:
-        """Return the commit's address and the error, one of which is None; None while it runs."""
+        """Return None while the upload runs, then the commit's address and None, or None and the
+        error."""
         try:
             self.join(self.POLL)
         except KeyboardInterrupt:
@@ -251,7 +253,8 @@ def _metadata(run: RunConfig) -> dict[str, Any]:
 def _rows(
     run: RunConfig, about: dict[str, Any], folder: Path, step: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the card's table: names, and how the model was trained."""
+    """Yield the rows of the card's table as (name, value): the base model, the data, and how the
+    model was trained."""
     lora, o = run.model.lora, run.optimizer
     yield "base model", base_words(run) + (f" ({run.model.revision})" if run.model.revision else "")
     if run.model.overrides:
@@ -295,7 +298,7 @@ def _rows(
 
 
 def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Yield the card's rows about the steps until this one: tokens, time and losses."""
+    """Yield the card's rows for the steps up to this one: tokens, time and losses."""
     lines = list(read_metrics(folder / METRICS))  # empty if the run has no step
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]
     if steps:
@@ -311,7 +314,7 @@ def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
 
 
 def attention_words(run: RunConfig) -> str:
-    """Return a description of the attention: exact, or approximate."""
+    """Return words for the model card that say whether attention is exact or approximate."""
     if run.sparse is None:
         return EXACT
     hidden = hides(run)
@@ -320,7 +323,7 @@ def attention_words(run: RunConfig) -> str:
 
 
 def base_words(run: RunConfig) -> str:
-    """Return the name of the model that the run starts with, without local folders."""
+    """Return the name of the model that the run starts from, without local folders."""
     if run.model.path is None:
         kind = (run.model.config or {}).get("model_type")
         return f"a {kind} model of random weights"
@@ -328,7 +331,7 @@ def base_words(run: RunConfig) -> str:
 
 
 def source_words(source: SourceConfig) -> str:
-    """Return a description of a data source, without local folders."""
+    """Return words for a data source, without local folders."""
     if source.path is None:
         return "the sources of Python's standard library"
     rows = source.on_hub() or source.source is SourceKind.DATASET
@@ -339,7 +342,7 @@ def source_words(source: SourceConfig) -> str:
 
 
 def local_name(path: str) -> str:
-    """Return a hub name unchanged, and the last part of a file, a folder or a glob."""
+    """Return a hub name unchanged, and only the last part of a local path or glob."""
     if is_on_hub(path):
         return path
     parts = Path(path).expanduser().parts

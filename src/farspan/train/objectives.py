@@ -38,8 +38,8 @@ Sums = dict[str, Tensor | float]
 
 
 class _LogProbLoss:
-    """Loss of log-probabilities, which each replica computes for itself: the mean over trained
-    tokens."""
+    """Base of losses that are computed from token log-probabilities, on each replica: a mean over
+    trained tokens."""
 
     def __init__(self, batches: Batches, observer: Observer) -> None:
         self.batches, self.observer = batches, observer
@@ -48,14 +48,17 @@ class _LogProbLoss:
         self._reference_step: Step | None = None  # the step that it shares memory with
 
     def total(self, micros: list[Micro]) -> int:
-        """Return the denominator of the mean over these batches on all replicas, at least 1."""
+        """Return the number that divides the summed loss of these batches: trained tokens on all
+        replicas, at least 1."""
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, at: int) -> None:
-        """Compute values once, before the first update; `at` updates are done."""
+        """Compute values that the loss needs, once, before the first update. `at` is the number of
+        updates that are done."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Add the gradient of this batch's share of a mean over `total`, and return the share."""
+        """Run forward and backward on one batch, whose loss is divided by `total`. Returns the
+        batch's share of the loss and its metrics."""
         with torch.enable_grad():
             found = self._parts(step, micro, total, "train")
             found["loss"].backward()
@@ -63,29 +66,31 @@ class _LogProbLoss:
 
     @torch.no_grad()
     def evaluate(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Return this batch's share of a mean over `total`, without gradients."""
+        """Return one batch's share of the loss and its metrics, divided by `total`, without
+        gradients."""
         return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
 
     def gather_sums(self, sums: Sequence[Sums]) -> dict[str, float]:
-        """Return the sums over all batches and replicas."""
+        """Return the loss and its metrics, summed over all batches and replicas."""
         own = {name: float(sum(one[name] for one in sums)) for name in sums[0]}
         found = self.ctx.world.gather_replicas([own])
         return {name: sum(one[name] for one in found) for name in own}
 
     def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
-        """Return the contributions of a batch of the "train" or the "held_out" data as tensors;
-        `loss` has a graph."""
+        """Return one batch's share of the loss and of each metric, as tensors by name; only `loss`
+        is part of the autograd graph. `part` names the data: "train" or "held_out"."""
         raise NotImplementedError
 
     def reference_engine(self, step: Step) -> Any:
-        """Return the engine of the second model, which shares the step's memory."""
+        """Return the engine of the reference model, which shares the memory of `step`."""
         if self._reference_step is not step:
             self._reference, self._reference_step = self.ctx.make_reference(step), step
         return self._reference
 
     @contextmanager
     def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run a forward that is not part of an update's progress; a stop signal ends it."""
+        """Run forwards inside the block without gradients and without counting them in the update's
+        progress. A stop signal still ends them between two cells."""
         own = step.progress
         step.progress = progress or self._check
         try:
@@ -99,7 +104,8 @@ class _LogProbLoss:
 
 
 class PreferenceLoss(_LogProbLoss):
-    """Mean over pairs of a loss of their two answers: DPO, IPO, ORPO."""
+    """Mean over preference pairs of a loss of the chosen and the rejected answer: DPO, IPO or
+    ORPO."""
 
     def __init__(
         self, batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
@@ -137,8 +143,8 @@ class PreferenceLoss(_LogProbLoss):
         return {name: value.sum() / total for name, value in found.items()}
 
     def _answers(self, step: Any, micro: Micro) -> Tensor:
-        """Return [pairs, 2]: summed log-probabilities of the chosen and the rejected answers, or
-        their means if the loss uses means."""
+        """Return [pairs, 2]: the log-probability of each pair's chosen and rejected answer, summed
+        over its tokens, or averaged if the loss uses means."""
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
         logprobs = step.logprobs(ids, labels, documents)
         trained = _is_trained(labels, documents).to(logprobs.dtype)
@@ -154,7 +160,8 @@ class PreferenceLoss(_LogProbLoss):
     # -- the reference -----------------------------------------------------------------------------
 
     def _references(self, step: Step, micro: Micro, part: str) -> Tensor:
-        """Return `_answers` of the reference, or zeros if the loss has none."""
+        """Return [pairs, 2]: the answers' log-probabilities under the reference model, or zeros if
+        the loss has no reference."""
         match self.loss.compared():
             case Reference.STORED:
                 return self._look_up(micro, part)
@@ -195,7 +202,8 @@ class PreferenceLoss(_LogProbLoss):
             self.ctx.world.run_on_rank0(self._write)
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
-        """Compute the log-probabilities of every pair that the run reads or is evaluated on."""
+        """Compute the reference's log-probabilities of every pair that the run trains or evaluates
+        on."""
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
         self.observer.note(
@@ -240,8 +248,8 @@ class PreferenceLoss(_LogProbLoss):
 
 
 class DistillationLoss(_LogProbLoss):
-    """Mean over trained tokens of the distance between student and teacher on the teacher's k
-    likeliest ids."""
+    """Distance between student and teacher, over the k ids that are likeliest by the teacher,
+    averaged over trained tokens."""
 
     def _parts(
         self,
@@ -262,12 +270,13 @@ class DistillationLoss(_LogProbLoss):
 
 
 def _numbers(micro: Micro) -> tuple[int, ...]:
-    """Return the numbers of the batch's pairs, row by row."""
+    """Return the numbers of the preference pairs in the batch, row by row."""
     return tuple(number for row in micro.batch.pairs for number in row)
 
 
 def _is_trained(labels: Tensor, documents: Tensor) -> Tensor:
-    """Return [batch, tokens] bool: the next token is trained and belongs to the same document."""
+    """Return [batch, tokens] bool: whether the token that follows is trained and belongs to the
+    same document."""
     trained = torch.zeros_like(labels, dtype=torch.bool)
     trained[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
     return trained
@@ -295,7 +304,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> PreferenceLoss | DistillationLoss:
-    """Return the run's loss, for losses that need several passes."""
+    """Return the loss of a run: a PreferenceLoss if it trains pairs, else a DistillationLoss."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return DistillationLoss(batches, observer)
