@@ -1,4 +1,4 @@
-"""Conversion of YAML to frozen dataclasses and back, which refuses unknown keys and wrong types.
+"""Conversion between YAML and frozen dataclasses, which refuses unknown keys and wrong types.
 
 A field may be a bool, int, float, str, an Enum, a dataclass, a mapping (`dict`), a tuple, or a
 union of these.
@@ -55,8 +55,8 @@ MOST_VALUES, _LONG_TEXT = 20_000, 64
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of plain YAML. It refuses duplicate keys, a mapping within itself, and more values
-    than any run has: a few nested aliases stand for billions."""
+    """Loader of plain YAML. It refuses duplicate keys, a mapping that contains itself, and more
+    values than any run has: a few nested aliases can stand for billions."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -105,8 +105,8 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes text which _Loader or the library would read as another type, and writes
-    lists of numbers on one line."""
+    """Dumper that quotes text which _Loader or PyYAML would read as another type, and writes lists
+    of numbers on one line."""
 
     def list_in_short(self, data: list[Any]) -> yaml.Node:
         flow = all(isinstance(value, int | float) for value in data)
@@ -158,7 +158,8 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
 
 
 def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
-    """Return the values of a file of `kind` as plain values, changed by settings.
+    """Return the plain values of a run file or another file of the dataclass `kind`, changed by
+    KEY=VALUE settings.
 
     A setting is KEY=VALUE: a dotted path, with numbers for list items, and a YAML value. Raises
     UnsupportedError naming it.
@@ -182,7 +183,8 @@ def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) 
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, adding missing mappings. Raises UnsupportedError."""
+    """Set the value at a dotted path, adding the mappings that are missing. Raises
+    UnsupportedError."""
     *above, last = path.split(".")
     place: Any = values
     for depth, key in enumerate(above):
@@ -204,8 +206,8 @@ def _index(place: Any, key: str, path: str) -> str | int:
 
 
 def _refuse_unknown_section(path: str, kind: Any) -> None:
-    """Raise UnsupportedError if a path does not begin with a key of the file. The message names
-    sections with its last key."""
+    """Raise UnsupportedError if the first part of a path is no key of the file. If the path's last
+    part is a key of some sections, the message names those sections."""
     hints = typing.get_type_hints(kind)
     first, last = path.partition(".")[0], path.rpartition(".")[2]
     if first in hints:
@@ -223,7 +225,7 @@ def _refuse_unknown_section(path: str, kind: Any) -> None:
 
 
 def write_mapping(values: Mapping[str, Any]) -> str:
-    """Return YAML that `read_mapping` reads as the same values."""
+    """Return values as YAML, from which `read_mapping` reads the same values."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -246,7 +248,8 @@ def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """Return `value`, read from YAML, as the type `hint`. Raises UnsupportedError naming `path`."""
+    """Return `value`, as read from YAML, converted to the type `hint`. Raises UnsupportedError
+    naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
@@ -272,7 +275,7 @@ def describe_type(hint: Any) -> str:
 
 
 def to_mapping(value: Any) -> Any:
-    """Return a value for YAML and JSON: dataclasses become mappings, enums their values."""
+    """Return plain values for YAML or JSON: dataclasses become mappings, and enums their values."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_mapping(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -285,14 +288,14 @@ def to_mapping(value: Any) -> Any:
 
 
 def as_yaml(schedule: Schedule, layers: int, tokens: int) -> str:
-    """Return a schedule as a line of a run file, by `schedule_mapping`."""
+    """Return a schedule as one line of a run file, in the form of `schedule_mapping`."""
     mapping = {"schedule": schedule_mapping(schedule, layers, tokens)}
     text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
     return text.strip().removeprefix("{").removesuffix("}")
 
 
 def schedule_mapping(schedule: Schedule, layers: int, tokens: int) -> str | dict[str, Any]:
-    """Return a schedule as a person writes it for a number of layers and tokens.
+    """Return the shortest form of a schedule for a run file with this number of layers and tokens.
 
     It is a strategy's name if they are equal, else the fields that differ from `grouped`, the
     default of run files. Groups are written as their size if that is enough. Sparse attention is
@@ -313,7 +316,8 @@ def _differing(schedule: Schedule, base: Schedule) -> dict[str, Any]:
 
 
 def in_k(tokens: Any) -> Any:
-    """Return a number of tokens as in a run file: 1M, 128K; unchanged if it is no multiple of K."""
+    """Return a number of tokens as run files write it, such as 128K or 1M; unchanged if it is not a
+    multiple of K."""
     for name, unit in (("M", 2**20), ("K", 2**10)):
         if isinstance(tokens, int) and tokens and tokens % unit == 0:
             return f"{tokens // unit}{name}"
@@ -321,8 +325,8 @@ def in_k(tokens: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Return the fields of a dataclass, nested ones too, that differ from their defaults, as plain
-    values."""
+    """Return the fields of a dataclass, and of dataclasses in it, that differ from their defaults,
+    as plain values."""
     if not is_dataclass(value) or isinstance(value, type):
         return to_mapping(value)
     differing = {}
@@ -335,7 +339,7 @@ def changed(value: Any) -> Any:
 
 
 def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return leaves by their dotted path; an empty mapping is a leaf."""
+    """Return the values of nested mappings by dotted path; an empty mapping counts as a value."""
     leaves: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
@@ -356,7 +360,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
-    """Return whether `value` has the type `option`, and the value to use."""
+    """Return whether `value` can be of the type `option`, and the value converted to that type."""
     origin = typing.get_origin(option) or option
     if is_dataclass(option) and isinstance(option, type):
         is_mapping = isinstance(value, Mapping)
@@ -419,7 +423,7 @@ def _describe_option(option: Any) -> str:
 
 
 def _offered(option: type[Enum]) -> list[str]:
-    """Return the values that a run file may use."""
+    """Return the values of an enum that a run file may use."""
     return [str(one.value) for one in option if not (isinstance(one, LossKind) and one.of_loops)]
 
 
@@ -468,8 +472,8 @@ TOKENS = {
 
 
 def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a run file in the form of `farspan.train.config`. Raises
-    UnsupportedError naming the field."""
+    """Return a run file's values with current names, and with numbers for shorthands such as 128K,
+    as `farspan.train.config` reads them. Raises UnsupportedError naming the field."""
     values = _renamed(given, "")
     if isinstance(values.get("schedule"), str):  # a strategy, like --strategy
         values["schedule"] = {"strategy": values["schedule"]}
@@ -493,7 +497,8 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the values by their current names, with a warning for each older name."""
+    """Return the values under the current names of their keys, with a warning for each older
+    name."""
     values = dict(given)
     for old, new in RENAMED[section].items():
         if old not in values:
@@ -512,7 +517,8 @@ SINK_PAGES = "sink_pages"
 
 
 def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention of an older file, which counted sinks in pages, with current keys."""
+    """Convert the sparse attention of an older run file, which counted sinks in pages, to current
+    keys."""
     page, sinks = values.get("page", Sparse().page), values[SINK_PAGES]
     if not isinstance(page, int) or not isinstance(sinks, int):
         raise UnsupportedError(
@@ -530,7 +536,8 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Return the values with text for numbers of tokens converted. Types check all other values."""
+    """Convert texts such as 128K under the keys `names` to numbers of tokens. Other values stay as
+    they are, to be checked with all types."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
     texts |= {n: str(values[n]) for n in names if _is_too_many(values.get(n))}
