@@ -68,7 +68,8 @@ def calibrate_command(
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of the command line. Raises UnsupportedError if it does not exist."""
+    """Return the device that the command line names. Raises UnsupportedError if it does not
+    exist."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return torch.device("cuda" if has_gpu else "cpu")
@@ -110,7 +111,7 @@ def profile_command(
 
 
 def _text(profile: ModelProfile) -> str:
-    """Return a line for each kind of layer."""
+    """Return a profile as text, with a line for each kind of layer."""
     rows = [f"{profile.spec.name}: {profile.spec.parameters:,} parameters, {profile.variant.key()}"]
     for number in range(len(profile.kinds)):
         layers = profile.kind_of.count(number)

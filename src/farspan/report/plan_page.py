@@ -1,4 +1,5 @@
-"""The page of a plan and its alternatives: a step's memory, and its walk over layers and chunks.
+"""HTML page of a plan and its alternatives: the memory of a step, and the order in which it visits
+layers and chunks (the walk).
 
 A step is drawn in frames, each of an equal number of neighbouring cells. A frame shows the memory
 of the fullest moment in it, so that no peak is lost. At most `ROWS_SHOWN` layers and
@@ -71,21 +72,21 @@ Cells = Forward | Backward | Head
 
 @dataclass(frozen=True, slots=True)
 class StepFrames:
-    """Frames that a page shows of a step, in order. Frame i ends before instruction `ends[i]`, and
-    the cell `shown[i]` represents it."""
+    """A step's instructions divided into frames, of which the page draws one at a time. Frame i
+    ends before instruction `ends[i]`, and the page names instruction `shown[i]` for it."""
 
     ends: tuple[int, ...]
     shown: tuple[int, ...]
     cells: int  # number of cells in the whole step
 
     def of(self, index: int) -> int:
-        """Return the frame that contains an instruction."""
+        """Return the number of the frame that contains the instruction at `index`."""
         return min(bisect_left(self.ends, index + 1), len(self.ends) - 1)
 
 
 def frames_of(program: Program, most: int, layers: set[int], chunks: set[int]) -> StepFrames:
-    """Cut a program into at most `most` frames with equal numbers of cells. A cell of the given
-    layers and chunks represents its frame, if the frame has one."""
+    """Divide a program into at most `most` frames with equal numbers of cells. Each frame is
+    represented by its last cell among the given layers and chunks, or by its last cell."""
     instructions = program.instructions
     cells = [index for index, i in enumerate(instructions) if isinstance(i, Cells)]
     count = min(most, len(cells))
@@ -114,8 +115,9 @@ def thinned(numbers: Sequence[int], most: int) -> list[int]:
 def step_json(
     plan: Plan, frames: int = FRAMES, rows: int = ROWS_SHOWN, columns: int = COLUMNS_SHOWN
 ) -> dict[str, Any]:
-    """Return a plan's step for `farspan.step` of the page. It has the `time` of each frame (seconds
-    from the step's start), the memory of both tiers by cause, and the walk."""
+    """Return a plan's step as data for `farspan.step` of the page: the `time` of each frame
+    (seconds from the step's start), the memory of both tiers by cause, and the walk over layers and
+    chunks."""
     program, spans = step_spans(plan)
     begins = {span.index: span.start for span in spans if span.lane == "compute"}
     end = max((span.end for span in spans), default=0.0)
@@ -134,8 +136,8 @@ def drawn_walk(
     rows: int = ROWS_SHOWN,
     columns: int = COLUMNS_SHOWN,
 ) -> tuple[StepFrames, dict[str, Any]]:
-    """Return a step's frames, and the step for the page without its memory. `begins` maps
-    instructions to seconds from the step's start; the step takes `end` seconds."""
+    """Return a step's frames, and the page's data of the step except its memory. `begins` maps
+    instruction indices to seconds from the step's start; the step takes `end` seconds."""
     groups = [program.groups[group] for group in program.own_groups()]
     layers = thinned(range(groups[0][0], groups[-1][1]), rows)
     chunks = thinned(range(len(program.chunks)), columns)
@@ -150,7 +152,8 @@ def drawn_walk(
 
 
 def _times(at: StepFrames, begins: Mapping[int, float]) -> list[float]:
-    """Return the ascending start times of the frames: instructions are issued before they wait."""
+    """Return the start times of the frames in ascending order. Instructions are issued before they
+    wait."""
     starts, now = [], 0.0
     for index in at.shown:
         now = max(now, begins.get(index, now))
@@ -174,8 +177,9 @@ DRAWN = (
 
 @dataclass(frozen=True, slots=True)
 class PageOf:
-    """Plans for one page, and the question that they answer. `plans` are the best of a context and
-    its alternatives; `longest` are the plans of the longest contexts, by strategy."""
+    """Plans to draw on one page, and the question that they answer. `plans` are the best plan for a
+    context and its alternatives; `longest` are the plans for the longest context of each
+    strategy."""
 
     plans: Sequence[Plan]
     longest: Mapping[str, Plan] = field(default_factory=dict)
@@ -186,7 +190,7 @@ class PageOf:
 
 
 def plan_page(of: PageOf) -> str:
-    """Return the page as text. Raises UnsupportedError if there is no plan to show."""
+    """Return the page as HTML. Raises UnsupportedError if there is no plan to show."""
     longest = sorted(
         of.longest.values(), key=lambda plan: (-plan.question.run.tokens, plan.seconds.total)
     )
@@ -211,7 +215,7 @@ def plan_page(of: PageOf) -> str:
 
 
 def _machine(plan: Plan) -> dict[str, str]:
-    """Return facts about the machine and the version of farspan."""
+    """Return lines about the machine and the version of farspan."""
     question = plan.question
     return {
         "machine": devices_words(question),
@@ -223,7 +227,8 @@ def _machine(plan: Plan) -> dict[str, str]:
 
 
 def plan_json(plan: Plan, place: int) -> dict[str, Any]:
-    """Return one plan for the page, the first in more detail, with numbers of `Plan.to_json`."""
+    """Return one plan as data for the page, with numbers of `Plan.to_json`; the first plan has more
+    detail."""
     question = plan.question
     schedule, layers = stage_schedule(question, plan.schedule), most_layers(question)
     chunks = chunks_of(question.model, question.run.tokens, plan.schedule, question.layout)
@@ -262,7 +267,7 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
 
 
 def _budget(budget: Budget) -> dict[str, Any]:
-    """Return a tier's parts with their names, the largest first."""
+    """Return a tier's bytes by cause as data for the page, the largest first."""
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
     return {
         "total": budget.total,
@@ -275,8 +280,9 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
-    """Return a tier's memory by cause, the lowest in the chart first. A constant cause has its
-    bytes; a varying one has multiples of `unit` bytes, at the fullest moment of each frame."""
+    """Return a tier's memory by cause over the frames, as data for the page, the lowest in the
+    chart first. A constant cause is a number of bytes; a varying one is a list with one value per
+    frame, at its fullest instruction, in multiples of `unit` bytes."""
     varying = _of_buffers(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
@@ -290,7 +296,8 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
 
 
 def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return the bytes of each part's buffers at the fullest moment of each frame."""
+    """Return by cause the bytes of live buffers, one value per frame, at the frame's fullest
+    instruction."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
@@ -318,7 +325,7 @@ def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[
 
 
 def _part(buffer: Buffer) -> str:
-    """Return the part of a budget that counts a buffer, as `evaluate.arena_parts` does."""
+    """Return the cause that counts a buffer's bytes, as in `evaluate.arena_parts`."""
     is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
     return "slots" if is_slot else str(buffer.kind)
 
@@ -327,7 +334,8 @@ def _part(buffer: Buffer) -> str:
 
 
 class _Left(NamedTuple):
-    """Tensors of one kind that a cell leaves behind, or the input of the group at `layer`."""
+    """Key of a tensor that outlives its cell (layer, chunk), or of the input of the group that
+    begins at `layer`."""
 
     kind: Kind
     layer: int
@@ -336,7 +344,7 @@ class _Left(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """Places of the tensors of the shown cells, updated instruction by instruction."""
+    """Where the tensors of the cells on the page are, updated instruction by instruction."""
 
     program: Program
     layers: dict[int, int]  # layer to its row on the page
@@ -378,7 +386,8 @@ class _Grid:
             self.changed.add(_Left(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
-        """Note that a buffer has a chunk's part of its layer; slots keep nothing."""
+        """Note that a buffer holds the tensors of a chunk. Buffers without a layer, which only
+        stage copies, do not count."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
             self._hold(name, _Left(buffer.kind, buffer.layer if layer is None else layer, chunk))
@@ -396,7 +405,7 @@ class _Grid:
             self.changed.add(cell)
 
     def place(self, kind: Kind, layer: int, chunk: int) -> int:
-        """Return the nearest place: 0 nowhere, 1 on the host, 2 on the device."""
+        """Return the fastest memory that holds a tensor: 0 none, 1 the host, 2 the device."""
         buffers = self.program.buffers
         tiers = (
             buffers[name].tier if name in buffers else Tier.DEVICE
@@ -405,7 +414,8 @@ class _Grid:
         return max((PLACE[tier] for tier in tiers), default=0)
 
     def state(self, layer: int, chunk: int) -> int:
-        """Return two bits for the place of each kind of tensor, and the phase above them."""
+        """Return a cell's state as bits: two per kind of tensor for its place, and above them the
+        phase."""
         bits = (self.place(kind, layer, chunk) << 2 * n for n, kind in enumerate(LEFT))
         return sum(bits) + self.phases.get((layer, chunk), 0)
 
@@ -413,8 +423,8 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the walk for `farspan.walk` of the page. It has the operation of each frame, and the
-    states of each shown cell and group input with the frames in which they begin."""
+    """Return data for `farspan.walk` of the page: the operation of each frame, and for every cell
+    and group input on the page its states, each with the frame in which it begins."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]
@@ -451,7 +461,7 @@ def walk_json(
 
 
 def _note(states: list[int], frame: int, state: int) -> None:
-    """Add a state that begins in this frame, unless it equals the one before."""
+    """Add a state that begins in this frame, unless it equals the previous state."""
     if states[1::2][-1:] == [state]:
         return
     if states[-2:-1] == [frame]:
@@ -475,7 +485,7 @@ def _operation(i: Instruction) -> str:
 
 @dataclass(slots=True)
 class _Phase:
-    """Cells of one group that run one after the other in one direction."""
+    """Consecutive cells of one group that run in the same direction."""
 
     group: int
     forward: bool  # all cells run forward for the first time
@@ -500,7 +510,7 @@ def _span(first: int, last: int) -> str:
 
 
 def _there(chunks: list[int]) -> str:
-    """Describe the order in which a pass visits its chunks."""
+    """Describe in which order a pass visits its chunks."""
     if chunks[0] == chunks[-1]:
         turn = max(chunks, key=lambda chunk: abs(chunk - chunks[0]))
         return _span(chunks[0], turn) + (" and back" if turn != chunks[0] else "")
@@ -508,8 +518,8 @@ def _there(chunks: list[int]) -> str:
 
 
 def _phases(program: Program, begins: Mapping[int, float], end: float) -> Iterator[list[Any]]:
-    """Yield operation, layers, chunks, start and duration (seconds) of each pass over a group. If
-    there are more than `PHASES`, the middle ones become one row."""
+    """Yield a row per pass over a group: operation, layers, chunks, start and duration in seconds.
+    Of more than `PHASES` rows the middle ones are joined into one."""
     passes = list(_passes(program, begins))
     ends = [*(phase.begin for phase in passes[1:]), end]
     rows = [phase.row(when) for phase, when in zip(passes, ends, strict=True)]
@@ -549,7 +559,7 @@ def _passes(program: Program, begins: Mapping[int, float]) -> Iterator[_Phase]:
 
 
 def _thinned(program: Program, at: StepFrames, rows: int, columns: int) -> str:
-    """Describe the parts of a step that the page leaves out; empty if it shows all."""
+    """Describe which layers, chunks and cells the page leaves out; empty if it shows all."""
     layers = sum(stop - first for first, stop in (program.groups[g] for g in program.own_groups()))
     chunks, parts = len(program.chunks), list[str]()
     if at.cells > len(at.ends):
