@@ -74,7 +74,7 @@ class StatesPlace(StrEnum):
 
 
 class ReportTo(StrEnum):
-    """Trackers that receive metrics in addition to metrics.jsonl, by package name."""
+    """Trackers that receive metrics in addition to metrics.jsonl."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -149,8 +149,7 @@ class ModelConfig:
             )
 
     def origin(self) -> dict[str, Any]:
-        """Return the fields that say where the model comes from and how it is changed, as keyword
-        arguments of `hf.load`."""
+        """Return the fields that locate and change the model, by keyword argument of `hf.load`."""
         names = "path", "config", "overrides", "trust_remote_code", "revision"
         return {name: getattr(self, name) for name in names}
 
@@ -201,8 +200,7 @@ class ScheduleConfig:
             )
 
     def given(self) -> dict[str, Any]:
-        """Return the Schedule fields that the run file sets, which replace the strategy's
-        values."""
+        """Return the Schedule fields that the run file sets."""
         own = "strategy", "weight_gradients"
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         return {name: value for name, value in values.items() if value is not None}
@@ -248,8 +246,7 @@ class SparseConfig(Sparse):
             )
 
     def spec(self) -> Sparse:
-        """Return the `Sparse` value that a Schedule takes, without the settings of the warning and
-        the index."""
+        """Return the `Sparse` value for a Schedule, without warning threshold and index."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":
@@ -318,8 +315,7 @@ _WSD_DECAY = 0.1  # fraction of the steps, as in MiniCPM
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """Evaluations of the held-out loss at the full training length. They need held-out
-    documents."""
+    """Evaluations of the held-out loss at the full training length."""
 
     every: int = 100  # steps between held-out losses; 0: only after the last step
     on_start: bool = False  # also compute a held-out loss before step 1
@@ -550,7 +546,7 @@ class RunConfig:
 
     @property
     def objective(self) -> LossConfig:
-        """The run's loss, with defaults for the settings that the run file leaves out."""
+        """The run's loss; a run file without one gets the default."""
         return self.loss or LossConfig()
 
     def tokens_per_step(self) -> int:
@@ -587,8 +583,7 @@ class RunConfig:
             )
 
     def _check_chunk(self) -> None:
-        """Refuse a chunk of the run file that is not whole pages; the planner's chunks always
-        are."""
+        """Refuse a chunk of the run file that is not whole pages."""
         if self.sparse is None or self.schedule.chunk is None:
             return
         try:

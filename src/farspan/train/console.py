@@ -168,8 +168,7 @@ class Interrupt:
             world.request_stop(self._signum or 0)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come. Does nothing in a process that shares its run
-        with others: `passed` and `meet` end those."""
+        """Raise Interrupted if a signal has come and no other process shares the run."""
         if self._signum is not None and self._world is None:
             raise Interrupted(self._signum)
 
@@ -238,8 +237,8 @@ class Observer:
 
 
 class LineReporter(Reporter):
-    """Reporter that prints a line per step, and a line every `patience` seconds within a long
-    step."""
+    """Reporter that prints a line per step, and more within steps longer than `patience`
+    seconds."""
 
     def __init__(
         self, console: Console, patience: float = 15.0, clock: Clock = time.monotonic
@@ -404,16 +403,14 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """Return the margin and accuracy of chosen over rejected answers as text, or "" unless the run
-    trains preference pairs."""
+    """Return the margin and accuracy of chosen over rejected answers as text, or ""."""
     if f"{prefix}margin" not in values:
         return ""
     return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
 
 
 def _attention(values: Mapping[str, Any]) -> str:
-    """Return the kind of attention that a loss was computed with, as text, and "" for exact
-    attention."""
+    """Return the kind of attention behind a loss as text, or "" for exact attention."""
     if "attention" not in values:
         return ""
     mass = values.get("attention_mass")

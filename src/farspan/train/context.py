@@ -1,5 +1,4 @@
-"""Objects that a run computes with: replaceable components, the run's context, and the model as the
-planner sees it."""
+"""Objects that a run computes with: components, a context, and the model as the planner sees it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -58,8 +57,7 @@ def machine_of(
 
 
 class Components:
-    """The functions that training is built from. A subclass or an instance may replace each of
-    them."""
+    """The functions that training is built from, each of which a subclass may replace."""
 
     load_model = staticmethod(load.load_model)
     make_step: Callable[..., Step] = Step  # is given only arguments that differ from its defaults
@@ -83,8 +81,7 @@ class Components:
         return self._machines[device, dtype]
 
     def schedule_of(self, run: RunConfig, model: Any) -> Schedule:
-        """Return the run's schedule for this model, or the default schedule if the planner will
-        choose."""
+        """Return the run's schedule for this model, or the default if the planner chooses."""
         return self.schedule_for(run, model.config.get_text_config().num_hidden_layers)
 
     def schedule_for(self, run: RunConfig, layers: int) -> Schedule:
@@ -161,8 +158,7 @@ def inspect_blank(
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
     """Describe a model for the planner from its profile alone; the model may lack its weights.
-    `sizes` are the last entries that `_sizes` of the profile must have, by default the model's
-    own."""
+    `sizes` are the last entries that the profile's `_sizes` must have (default: the model's)."""
     model = boundary.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -179,8 +175,7 @@ def inspect_blank(
 
 
 def _sizes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return pairs (elements, trained elements): one per layer, and a last one for the whole
-    model."""
+    """Return (elements, trained elements) per layer, and of the whole model last."""
     of_layers = [(layer.work.parameters, layer.work.trainable) for layer in spec.layers]
     return [*of_layers, (spec.parameters, spec.trainable)]
 

@@ -47,8 +47,8 @@ class PushFailed(RuntimeError):
 
 
 def refuse_login(hub: HubConfig | None) -> None:
-    """Refuse a run that will upload its model, before it starts, if the user is not logged in to
-    the hub. Raises UnsupportedError."""
+    """Refuse a run that will upload its model if the user is not logged in to the hub. Raises
+    UnsupportedError."""
     if hub is not None and not huggingface_hub.get_token():
         raise UnsupportedError(
             "hub: you are not logged in to the Hugging Face hub; run `hf auth login` or set "
@@ -109,9 +109,9 @@ def _failure(folder: Path, hub: HubConfig, why: str) -> str:
 
 
 def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
-    """Return the names of weight files in the repository that this model does not replace. Raises
-    RepositoryTaken if the repository is public but should be private, or has files that farspan did
-    not write."""
+    """Return the weight files in the repository that this model does not replace. Raises
+    RepositoryTaken if the repository is public but should be private, or has files of another
+    program."""
     if not api.repo_exists(hub.repo):
         return []
     info = api.model_info(hub.repo)
@@ -162,8 +162,7 @@ class Upload(Thread):
             self._found = None, str(error) or type(error).__name__
 
     def poll(self) -> tuple[str | None, str | None] | None:
-        """Return None while the upload runs, then the commit's address and None, or None and the
-        error."""
+        """Return None while the upload runs, then (commit's address, None) or (None, error)."""
         try:
             self.join(self.POLL)
         except KeyboardInterrupt:
@@ -253,8 +252,7 @@ def _metadata(run: RunConfig) -> dict[str, Any]:
 def _rows(
     run: RunConfig, about: dict[str, Any], folder: Path, step: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the card's table as (name, value): the base model, the data, and how the
-    model was trained."""
+    """Yield the card's rows (name, value) about the base model, the data, and the training."""
     lora, o = run.model.lora, run.optimizer
     yield "base model", base_words(run) + (f" ({run.model.revision})" if run.model.revision else "")
     if run.model.overrides:

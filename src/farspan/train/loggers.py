@@ -211,8 +211,7 @@ def config_of(run: RunConfig) -> dict[str, Any]:
 
 
 def _log_in() -> None:
-    """Ask the user to log in to a tracker before training, because progress bars occupy the
-    terminal later."""
+    """Ask the user to log in now, because progress bars occupy the terminal later."""
     try:
         load("wandb", "login")(verify=False)
     except Exception as error:

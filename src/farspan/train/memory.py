@@ -1,5 +1,4 @@
-"""Expected and measured memory of a step; the place of optimizer states; and the GPU's
-allocator."""
+"""Expected and measured memory of a step; the place of optimizer states; the GPU's allocator."""
 
 import ctypes
 import os
@@ -42,9 +41,8 @@ def expect_memory(
     cells: Callable[[Program], int],
     values: int = 0,
 ) -> Expected:
-    """Estimate the memory of a step on a batch of shape [batch, tokens] with `estimate_memory`, and
-    add the optimizer's. Raises TooLarge if main memory cannot hold the step and the optimizer
-    states."""
+    """Estimate the memory of a step on a [batch, tokens] batch, and add the optimizer's. Raises
+    TooLarge if main memory cannot hold the step and the optimizer states."""
     found = estimate_memory(step, batch, tokens, values=values, cells=cells)
     # They exist, but the system hands out zeroed memory only at the first write.
     refuse_too_large(step, found, optimizer.untouched)
@@ -146,8 +144,7 @@ def trimming() -> Any:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of main memory that the process uses now, including libraries and mapped
-    files."""
+    """Return the main memory that the process uses now, with libraries and mapped files."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -199,8 +196,7 @@ def with_weights_there(run: RunConfig) -> RunConfig:
 
 
 def bare_machine(device: torch.device) -> MachineSpec:
-    """Return the sizes of the device and of main memory, without speeds, for plans that need no
-    time."""
+    """Return the memory sizes of this machine without speeds, for plans that need no time."""
     rate, name, total, taken = float("inf"), "cpu", 0, 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -232,8 +228,7 @@ def bare_machine(device: torch.device) -> MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Functions by which a training loop tells the GPU's allocator of steps; None for an allocator
-    that does not follow steps."""
+    """Functions that tell the GPU's allocator of steps; None for an allocator without them."""
 
     begin_step: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None  # the following steps differ from the earlier ones
@@ -262,7 +257,5 @@ def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemor
 
 
 def _tell(index: int | None, call: Callable[[int | None], None]) -> None:
-    """Call a function of the allocator for the device `index`. Raises UnsupportedError if the
-    allocator refuses."""
     with allocator_package():
         call(index)

@@ -48,17 +48,14 @@ class _LogProbLoss:
         self._reference_step: Step | None = None  # the step that it shares memory with
 
     def total(self, micros: list[Micro]) -> int:
-        """Return the number that divides the summed loss of these batches: trained tokens on all
-        replicas, at least 1."""
+        """Return the number that divides the loss: trained tokens on all replicas, at least 1."""
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, at: int) -> None:
-        """Compute values that the loss needs, once, before the first update. `at` is the number of
-        updates that are done."""
+        """Compute values that the loss needs before the first update; `at` updates are done."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Run forward and backward on one batch, whose loss is divided by `total`. Returns the
-        batch's share of the loss and its metrics."""
+        """Run forward and backward on a batch, and return its share of the loss and metrics."""
         with torch.enable_grad():
             found = self._parts(step, micro, total, "train")
             found["loss"].backward()
@@ -66,8 +63,7 @@ class _LogProbLoss:
 
     @torch.no_grad()
     def evaluate(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Return one batch's share of the loss and its metrics, divided by `total`, without
-        gradients."""
+        """Return a batch's share of the loss and metrics, without gradients."""
         return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
 
     def gather_sums(self, sums: Sequence[Sums]) -> dict[str, float]:
@@ -104,8 +100,7 @@ class _LogProbLoss:
 
 
 class PreferenceLoss(_LogProbLoss):
-    """Mean over preference pairs of a loss of the chosen and the rejected answer: DPO, IPO or
-    ORPO."""
+    """Mean over preference pairs of DPO, IPO or ORPO, which compare the pair's two answers."""
 
     def __init__(
         self, batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
@@ -160,8 +155,7 @@ class PreferenceLoss(_LogProbLoss):
     # -- the reference -----------------------------------------------------------------------------
 
     def _references(self, step: Step, micro: Micro, part: str) -> Tensor:
-        """Return [pairs, 2]: the answers' log-probabilities under the reference model, or zeros if
-        the loss has no reference."""
+        """Return [pairs, 2]: log-probabilities under the reference model, or zeros without one."""
         match self.loss.compared():
             case Reference.STORED:
                 return self._look_up(micro, part)
@@ -202,8 +196,7 @@ class PreferenceLoss(_LogProbLoss):
             self.ctx.world.run_on_rank0(self._write)
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
-        """Compute the reference's log-probabilities of every pair that the run trains or evaluates
-        on."""
+        """Compute reference log-probabilities of every pair that is trained or evaluated."""
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
         self.observer.note(
@@ -275,8 +268,7 @@ def _numbers(micro: Micro) -> tuple[int, ...]:
 
 
 def _is_trained(labels: Tensor, documents: Tensor) -> Tensor:
-    """Return [batch, tokens] bool: whether the token that follows is trained and belongs to the
-    same document."""
+    """Return [batch, tokens] bool: the next token is trained and belongs to the same document."""
     trained = torch.zeros_like(labels, dtype=torch.bool)
     trained[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
     return trained

@@ -46,8 +46,7 @@ class Shortage:
 
 
 def find_shortage(error: BaseException) -> Shortage | None:
-    """Return the out-of-memory condition that caused `error`, directly or through its causes, or
-    None for another error."""
+    """Return the out-of-memory condition behind `error`, or None for another error."""
     cause: BaseException | None = error
     while cause is not None:
         tier = _tier(cause)
@@ -134,8 +133,7 @@ def lighter_schedule(
 
 
 def needed(question: Question, schedule: Schedule, tiers: Sequence[Tier]) -> int:
-    """Return the bytes of the tiers that depend on the schedule, on the rank that needs the
-    most."""
+    """Return the tiers' bytes that depend on the schedule, on the rank that needs the most."""
     sized = size(question, schedule)
     budgets = {Tier.DEVICE: sized.device, Tier.HOST: sized.host}
     return sum(budgets[tier].total - fixed_bytes(budgets[tier]) for tier in tiers)
@@ -185,8 +183,7 @@ def explain_none_fits(plan: Plan) -> str:
 
 
 def explain_moved(plan: Plan) -> str:
-    """Return one line that says why the planner moves weights to main memory, and how long a step
-    then takes."""
+    """Return one line: why weights go to main memory, and how long a step then takes."""
     seconds, first = plan.seconds, plan.unmoved
     assert first is not None, "something was moved"
     why = f"a step would take {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
@@ -251,8 +248,7 @@ def _room(plan: Plan) -> str:
 
 
 def _miss(plan: Plan) -> str:
-    """Say how much memory a plan that does not fit needs, and how much there is, in the tier that
-    lacks most."""
+    """Say how much a plan that does not fit needs, and has, of the memory that lacks most."""
     question = plan.question
     if question.machine.unified:  # one memory: a tier's limit excludes the other tier
         tiers = (plan.device.parts, plan.host.parts)

@@ -156,10 +156,10 @@ class EightBitStates:
             self._adam.state[parameter] = self._zeros(parameter)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state that torchao would make at a parameter's first step. Making it here
-        fixes its format for checkpoints. torchao has no public function: `_new_buffer(parameter,
-        signed)` returns zeros, one byte per element or in the parameter's dtype, by the rule at the
-        top of this file."""
+        """Return the state that torchao would make at a parameter's first step, in a format fixed
+        for checkpoints. torchao has no public function: `_new_buffer(parameter, signed)` returns
+        zeros, one byte per element or in the parameter's dtype, by the rule at the top of this
+        file."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }
@@ -193,9 +193,8 @@ class EightBitStates:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning rate as a function of the update (from 0) in a run of `steps` updates: it
-    rises over the warm-up and falls at the end to `final` times `lr`, as a half cosine or
-    linearly."""
+    """Return the learning rate as a function of the update (from 0): it rises over the warm-up and
+    falls at the end of `steps` to `final` times `lr`, as a half cosine or linearly."""
     falls, floor = config.falls_over(steps), config.lr * config.final
 
     def rate(step: int) -> float:
@@ -333,9 +332,8 @@ class TrainingOptimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """Update once from the gradients, whose norm is `norm`, and drop the gradients. A thread
-        may run the update while the next step begins; call `settle` before reading weights or
-        states."""
+        """Update once from gradients with the norm `norm`, and drop them. A thread may run the
+        update while the next step begins; call `settle` before reading weights or states."""
         if self._thread is not None:
             self._update_on_thread(self._thread, lr, norm)
             return
@@ -348,8 +346,7 @@ class TrainingOptimizer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._config.clip, norm)
 
     def _update_on_thread(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
-        """Start the update on a thread. The next step waits for each layer's weights until the
-        thread has updated them."""
+        """Start the update on a thread; the next step waits for each layer's weights."""
         self.settle()
         norm = norm.cpu()  # now: the thread would wait for all later work of the device
         assert self._streamed is not None

@@ -162,9 +162,8 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
-    """Copy the weights that the run starts from into a loaded model. Does nothing if a checkpoint,
-    of this run or with the other run's optimizer states, will restore the weights. Raises
-    UnsupportedError naming the field."""
+    """Copy the weights that the run starts from into a loaded model, unless a checkpoint of this
+    run or of the other run will restore them. Raises UnsupportedError naming the field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return

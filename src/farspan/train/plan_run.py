@@ -214,8 +214,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
-    """Return the run with the optimizer that the command line names, if a run file can express that
-    optimizer."""
+    """Return the run with the command line's optimizer, if a run file can express it."""
     if "optimizer" not in asked:
         return run
     given = asked["optimizer"]

@@ -264,8 +264,7 @@ class SchedulePolicy:
 
 
 def _renewed(plan: Plan | None, question: Question) -> Plan | None:
-    """Return a plan restated for `question`, or None unless it plans the same step with as much
-    room."""
+    """Return a plan restated for `question`, if it plans the same step with as much room."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -336,8 +335,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanner:
-    """Planner of a `farspan.Step` without a run file; chooses like `strategy: auto` in a run
-    file."""
+    """Planner of a `farspan.Step`, which has no run file; chooses like `strategy: auto`."""
 
     components: Components = field(default_factory=Components)
 

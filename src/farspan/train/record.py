@@ -95,8 +95,7 @@ def now() -> str:
 
 
 def command_text(arguments: Sequence[str]) -> str:
-    """Return a process's arguments as a user would type the command, with `~` for home and without
-    secrets."""
+    """Return a process's arguments as a typed command, with `~` for home and without secrets."""
     program, *rest = arguments or ("python",)
     path = Path(program)
     words = [path.name]
@@ -134,8 +133,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    """Return this node's hardware for history.json; bytes are those of each device and of main
-    memory."""
+    """Return this node's hardware; bytes are those of each device and of main memory."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.cuda.get_device_properties(0) if gpus else None
     return {
@@ -162,8 +160,7 @@ class WatchedProgram:
 
 @dataclass(slots=True)
 class StepRecorder:
-    """Records the memory and time of the programs that run in one update. Only `finish` waits for
-    the device."""
+    """Recorder of an update's memory and time. Only `finish` waits for the device."""
 
     device: torch.device
     gradient_bytes: Callable[[], int]
@@ -173,8 +170,7 @@ class StepRecorder:
     update: tuple[Any, Any] | None = None  # marks before and after it
 
     def follow(self, program: Program) -> Callable[[Instruction], None]:
-        """Begin to record a program, and return the callback to call after each of its
-        instructions."""
+        """Begin to record a program, and return the callback for its instructions."""
         walk = WatchedProgram(program)
         self.walks.append(walk)
         held, known = self.gradient_bytes() if self.meter else 0, set[object]()
@@ -349,8 +345,7 @@ def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, 
 
 
 def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
-    """Return the bytes that a plan expects throughout the step, by cause, without those held before
-    the step."""
+    """Return the constant bytes of a plan by cause, without those held before the step."""
     on_host = parts.get("host_gradients", 0) if Tier.HOST in tiers else 0
     return {
         "gradients": parts.get("gradients", 0) + on_host,

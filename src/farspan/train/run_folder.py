@@ -224,8 +224,7 @@ class RunFolder:
 
     @property
     def called(self) -> Path:
-        """Name of the folder for messages: the one the user gave, or its new name if it was
-        renamed."""
+        """Name of the folder for messages: the user's, or a new one if it was renamed."""
         return Path(shown(self.path))
 
     def prepare(self) -> list[str]:
@@ -296,8 +295,7 @@ class RunFolder:
             raise write_failure(self.metrics, error.strerror or str(error)) from error
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Drop metrics of steps after `step` and a truncated last line, and return the remaining
-        metrics."""
+        """Drop metrics after `step` and a truncated last line, and return the others."""
         if not self.metrics.exists():
             return []
         kept = [line for line in read_metrics(self.metrics) if line["step"] <= step]
@@ -346,8 +344,7 @@ class OthersFolder(RunFolder):
 
 
 def _refuse_other(path: Path, kind: str) -> None:
-    """Raise UnsupportedError if `path` exists but is not a "file" or "folder", as `kind`
-    requires."""
+    """Raise UnsupportedError if `path` exists and is not a "file" or "folder" (`kind`)."""
     right = os.path.isdir(path) if kind == "folder" else os.path.isfile(path)
     if os.path.lexists(path) and not right:
         raise UnsupportedError(

@@ -1,5 +1,4 @@
-"""Setup of a run: load its model, data and optimizer, and distribute model and optimizer over
-ranks."""
+"""Setup of a run: load its model, data and optimizer, and distribute these over ranks."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -86,8 +85,7 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     """Return the run with its tokenizer filled in (the model's, or bytes for random weights), and
-    the number of replicas among `ranks` ranks (None: not launched by torchrun). Raises
-    UnsupportedError."""
+    the replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -127,9 +125,8 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Make the context of a run: the layout of ranks, the model, data and optimizer, but no engine.
-    `about` is the about.json of an earlier part of the run. Raises UnsupportedError, and
-    Interrupted during tokenization."""
+    """Make the context of a run, but no engine, and lay out the ranks. `about` is the about.json of
+    an earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # fail before loading the model
     memory = components.choose_allocator(run.allocator, world.device)
@@ -245,8 +242,7 @@ def _check_window(
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse preference pairs without a loss of pairs, and other records with one, if only the
-    records tell them apart."""
+    """Refuse preference pairs without a loss of pairs, and the reverse, by the data's records."""
     kind, paired = run.objective.kind, {p.stores[0].middles is not None for p in corpus.parts}
     if run.objective.paired and paired != {True}:
         raise UnsupportedError(f"data.format: {UNPAIRED.format(kind)}")
@@ -332,8 +328,7 @@ def load_run_tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def embedded_rows(run: RunConfig) -> int:
-    """Return the least number of embedding rows: the tokenizer's ids if the run resizes its
-    embeddings, else 0."""
+    """Return the least embedding rows: the tokenizer's ids if the run resizes, else 0."""
     return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 
@@ -482,8 +477,7 @@ def shard_model(
 
 
 def is_sharded(run: RunConfig, layout: Layout) -> bool:
-    """Return whether each rank of the layout holds only a part of the weights. Raises
-    UnsupportedError."""
+    """Return whether each rank holds only a part of the weights. Raises UnsupportedError."""
     cut = layout.tensor > 1 or layout.pipeline > 1 or layout.fsdp
     if layout.devices() == 1 or not cut:
         return False
@@ -497,8 +491,7 @@ def is_sharded(run: RunConfig, layout: Layout) -> bool:
 
 
 def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
-    """Raise UnsupportedError, naming the run file's field, if the schedule's groups of layers do
-    not fit the model."""
+    """Raise UnsupportedError, naming the field, if groups of layers do not fit the model."""
     try:
         group_ranges(schedule, layers, stages)
     except UnsupportedError as error:
@@ -523,8 +516,7 @@ def _inspected(run: RunConfig, device: torch.device, blank: Any) -> InspectedMod
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device named `name`, or the best available one for `auto`. Raises UnsupportedError
-    if it does not exist."""
+    """Return the named device, or the best one for `auto`. Raises UnsupportedError."""
     try:
         device = torch.device(_best() if name == AUTO else name)
     except RuntimeError as error:

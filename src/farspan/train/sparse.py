@@ -25,15 +25,13 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 
 
 def marks(run: RunConfig) -> dict[str, str]:
-    """Return the keys that mark every output of a run with sparse attention; empty for dense
-    attention."""
+    """Return the keys that mark all outputs of a sparse run; empty for dense attention."""
     return {} if run.sparse is None else {"attention": "sparse"}
 
 
 def hides(run: RunConfig) -> bool:
-    """Return whether a query of this run may miss a token that dense attention would show. The
-    smallest possible chunk, a page, decides: it has the most pages to choose from, and a run short
-    of memory may fall back to it."""
+    """Return whether a query of this run may miss a token that dense attention would show. A chunk
+    of one page decides: it has the most pages to choose from, and a retry may use it."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -43,8 +41,7 @@ def hides(run: RunConfig) -> bool:
 
 
 def opening_words(run: RunConfig) -> str:
-    """Return the message about sparse attention that the run shows first. The run must use sparse
-    attention."""
+    """Return the first message of a run that uses sparse attention."""
     assert run.sparse is not None
     words = sparse_words(run.sparse.spec(), hides=hides(run)) + sparsity_words(run)
     return f"{words}; {NOT_DENSE}" if hides(run) else words
@@ -65,8 +62,7 @@ def what_changes(run: RunConfig, change: str) -> str:
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return words for the effect that another chunk has on sparse attention; empty for dense
-    attention or the same chunk."""
+    """Return the effect of another chunk on sparse attention as text; empty without one."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
@@ -94,9 +90,8 @@ def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) ->
 
 
 def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
-    """Return the index by which a run's sparse attention chooses pages, or None without one. Raises
-    UnsupportedError, naming the run file's field, if the index cannot be read or does not fit the
-    model; `blank` is that model without weights."""
+    """Return the index by which a run chooses pages, or None without one. Raises UnsupportedError,
+    naming the field, if it cannot be read or does not fit the model (`blank` has no weights)."""
     if given is None or given.index is None:
         return None
     layers = None if blank is None else attention_of(deepcopy(blank))
@@ -112,8 +107,7 @@ def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """Return the selector of pages for the run's step; None selects the pages with the most votes.
-    Raises UnsupportedError."""
+    """Return the selector of pages of a run; None takes the most votes. Raises UnsupportedError."""
     share = fraction_of(given, schedule, context)
     if schedule.sparse is None:
         return share
@@ -141,8 +135,7 @@ def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MassWatch:
-    """Warns when sparse attention sees too little attention mass: at once, then at most every
-    `REMIND` steps."""
+    """Warns when queries see too little attention mass, at most every `REMIND` steps."""
 
     below: float
     warned: int | None = None  # step of the last warning

@@ -1,5 +1,4 @@
-"""AdamW states that live in main memory or on a drive, and are updated in main memory slice by
-slice.
+"""AdamW states in main memory or on a drive, updated in main memory slice by slice.
 
 `HostStates` cuts parameters into pieces that pass through slots of pinned memory:
 
@@ -425,16 +424,14 @@ class ScratchFile:
             raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
-        """Put writes through the mapping `memory` on the drive, so that direct reads see them, and
-        release the mapping's pages."""
+        """Put writes through the mapping on the drive for direct reads, and free its pages."""
         if self.direct:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def rates(self, slab: Tensor) -> tuple[float, float]:
-        """Measure the drive's bytes per second, written and read, with as many requests as an
-        update has. The file's first bytes are zeros afterwards. `slab` is a uint8 buffer of whole
-        sectors."""
+        """Measure the bytes per second written and read by as many requests as an update has. The
+        file's first bytes are zeros afterwards. `slab` is a uint8 buffer of whole sectors."""
         size = min(len(slab), self.size, TRIED)
         extent = sectors(-(-size // THREADS))
         slab[:size].random_(generator=torch.Generator())  # the run's own generator stays unchanged

@@ -112,8 +112,7 @@ class TrainingResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the shell: 0, 128 plus the number of the signal that ended the run, or 1
-        after a failed upload."""
+        """Exit code for the shell: 0, 128 plus a signal's number, or 1 after a failed upload."""
         return int(self.not_uploaded is not None) if self.signum is None else 128 + self.signum
 
     @property
@@ -234,8 +233,7 @@ class StepRunner:
             step.watch = None
 
     def updating(self) -> AbstractContextManager[None]:
-        """Return a context that times the optimizer's update inside its block, if the step is
-        recorded."""
+        """Return a context that times the optimizer's update, if the step is recorded."""
         return nullcontext() if self._recorder is None else self._recorder.updating()
 
     def took(self, seconds: float) -> dict[str, int]:
@@ -318,8 +316,7 @@ class StepRunner:
         self._observer.note(f"trace: step {step} is in {path}; ui.perfetto.dev draws it")
 
     def compare(self) -> PlanComparison | None:
-        """Return the plan's predictions and the measurements, or None without a plan or a measured
-        step."""
+        """Return the plan's predictions and the measurements, or None without either."""
         ctx, plan = self._ctx, self._choice.plan if self._choice else None
         if plan is None or self._peak is None:
             return None
@@ -335,8 +332,7 @@ class StepRunner:
         )
 
     def _ready(self) -> Step:
-        """Return the engine for the chosen schedule, making it if necessary. Raises TooLarge if its
-        memory does not fit."""
+        """Return the engine for the schedule. Raises TooLarge if its memory does not fit."""
         ctx, run = self._ctx, self._ctx.run
         if self._choice is None:
             self._choice = self._policy.first()
@@ -412,8 +408,7 @@ class StepRunner:
         )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
-        """Free the memory of the failed step and choose the next schedule. Raises
-        NoScheduleFits."""
+        """Free the failed step, and choose the next schedule. Raises NoScheduleFits."""
         ctx = self._ctx
         if self._step is not None:
             self._step.release()
@@ -509,9 +504,8 @@ class Micro:
 
 
 class Batches:
-    """Batches of a run, in order. With D replicas of the model, batch n is the sequences from n * D
-    * batch to (n + 1) * D * batch: an update reads the same as one replica with a batch of D *
-    batch."""
+    """Batches of a run, in order. With D replicas batch n is the sequences from n * D * batch to (n
+    + 1) * D * batch: an update reads the same as one replica with a batch of D * batch."""
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx
@@ -577,16 +571,14 @@ class Batches:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak bytes of main memory that the process used since the last `forget_peak`, or
-    since its start."""
+    """Return the peak main memory of the process since its start or `forget_peak`."""
     # The kernel counts kibibytes on Linux and bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_peak() -> int:
-    """Reset the peak that `peak_resident_bytes` reports, which only Linux can, and return the peak
-    until now."""
+    """Reset the peak of `peak_resident_bytes` (on Linux only), and return it."""
     found = peak_resident_bytes()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

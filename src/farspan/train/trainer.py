@@ -190,8 +190,7 @@ class TrainingLoop:
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call one method of each callback. Raises a callback's exception, after saving a
-        checkpoint of the last finished step."""
+        """Call a method of each callback. Saves a checkpoint before raising its exception."""
         if not self._callbacks.any:
             return
         try:
@@ -286,8 +285,7 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the latest checkpoint of this run. Without one, restore a checkpoint of the run
-        named in `start`, if `start.states` is set."""
+        """Restore the latest checkpoint, or with `start.states` one of the run named in `start`."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -326,8 +324,7 @@ class TrainingLoop:
             self._prune(saved=False)
 
     def _go_to(self, restored: Restored) -> None:
-        """Continue at the step of a checkpoint: set the position in the data and the random states.
-        Its tensors are already copied."""
+        """Continue at a checkpoint's step and random states; its tensors are already copied."""
         self._state.at = restored.at
         if self.at.step > self._run.steps:
             raise UnsupportedError(
@@ -373,8 +370,7 @@ class TrainingLoop:
         return self._callbacks.end(result)
 
     def compare(self) -> PlanComparison | None:
-        """Write comparison.json with the plan's predictions and the measurements, and return these;
-        None without a plan or a measured step."""
+        """Save and return predictions and measurements; None without a plan."""
         found = self._runner.compare()
         if found is not None:
             self._observer.note(found.describe())
@@ -413,8 +409,8 @@ class TrainingLoop:
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
-        the held-out data. Returns "loss" or "gradient" if the run skips such values; otherwise
-        saves a checkpoint and raises Diverged."""
+        held-out data. Returns which one, or raises Diverged, after saving, unless the run skips
+        it."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.
@@ -491,8 +487,7 @@ def train(
     notes: Sequence[str] = (),
     trace: Path | None = None,
 ) -> TrainingResult:
-    """Train until the last step or the first signal, starting from the latest checkpoint if there
-    is one.
+    """Train until the last step or the first signal, from the latest checkpoint if one exists.
 
     `run` is a run file, or its value; `callbacks` are called between steps and may end the run;
     `reporter` prints progress, and `notes` first; `trace` is a file for the spans of a step. Raises
@@ -560,8 +555,7 @@ def _reporter_of(
 
 
 def _what_changed(run: RunConfig, world: DistributedContext, folder: RunFolder) -> list[str]:
-    """Prepare the folder for this run, and return a line for each setting that changed since the
-    run's last part."""
+    """Prepare the folder, and return a line for each setting changed since the last part."""
     changes = world.run_on_rank0(folder.prepare)
     if not world.is_rank0:
         folder.hold()

@@ -158,8 +158,7 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
 
 
 def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
-    """Return the plain values of a run file or another file of the dataclass `kind`, changed by
-    KEY=VALUE settings.
+    """Return the plain values of a file of the dataclass `kind`, changed by KEY=VALUE settings.
 
     A setting is KEY=VALUE: a dotted path, with numbers for list items, and a YAML value. Raises
     UnsupportedError naming it.
@@ -183,8 +182,7 @@ def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) 
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, adding the mappings that are missing. Raises
-    UnsupportedError."""
+    """Set the value at a dotted path, adding missing mappings. Raises UnsupportedError."""
     *above, last = path.split(".")
     place: Any = values
     for depth, key in enumerate(above):
@@ -248,8 +246,7 @@ def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """Return `value`, as read from YAML, converted to the type `hint`. Raises UnsupportedError
-    naming `path`."""
+    """Return a value of a YAML file as the type `hint`. Raises UnsupportedError naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
@@ -316,8 +313,7 @@ def _differing(schedule: Schedule, base: Schedule) -> dict[str, Any]:
 
 
 def in_k(tokens: Any) -> Any:
-    """Return a number of tokens as run files write it, such as 128K or 1M; unchanged if it is not a
-    multiple of K."""
+    """Return a number of tokens as run files write it, such as 128K; others unchanged."""
     for name, unit in (("M", 2**20), ("K", 2**10)):
         if isinstance(tokens, int) and tokens and tokens % unit == 0:
             return f"{tokens // unit}{name}"
@@ -497,8 +493,7 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the values under the current names of their keys, with a warning for each older
-    name."""
+    """Return the values by the current names of their keys, with a warning for older names."""
     values = dict(given)
     for old, new in RENAMED[section].items():
         if old not in values:
@@ -517,8 +512,7 @@ SINK_PAGES = "sink_pages"
 
 
 def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the sparse attention of an older run file, which counted sinks in pages, to current
-    keys."""
+    """Convert the sparse attention of an older file, whose sinks were pages, to current keys."""
     page, sinks = values.get("page", Sparse().page), values[SINK_PAGES]
     if not isinstance(page, int) or not isinstance(sinks, int):
         raise UnsupportedError(
@@ -536,8 +530,7 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Convert texts such as 128K under the keys `names` to numbers of tokens. Other values stay as
-    they are, to be checked with all types."""
+    """Convert texts such as 128K under these names to numbers; types check other values."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
     texts |= {n: str(values[n]) for n in names if _is_too_many(values.get(n))}
