@@ -54,8 +54,7 @@ def lazy_group(
     **options: Any,
 ) -> typer.Typer:
     """Return an application that lists commands by name and help, and imports the module of the
-    called one. Arguments are parsed and the command runs inside the context that `within`
-    returns."""
+    called one. Parsing and running happen inside the context that `within` returns."""
 
     class LazyGroup(TyperGroup):
         def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -170,9 +169,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk of a log file, which may have sp
 
 
 class Lasting(io.FileIO):
-    """File of standard output or error that ignores a reader which went away. `| head`, a closed
-    terminal or a log file on a full disk do not end a run: output that cannot be written is
-    dropped."""
+    """Standard output or error that outlives its reader: `| head`, a closed terminal or a log file
+    on a full disk end no run, because output that cannot be written is dropped."""
 
     lost: ClassVar[set[int]] = set()  # descriptors whose disk was full
 
@@ -219,9 +217,8 @@ codecs.register_error("in_ascii", in_ascii)
 
 
 def lasting(stream: Any) -> Any:
-    """Return standard output or error as a text stream that drops output which cannot be written,
-    and replaces characters that its encoding lacks. A stream that a caller of `main` has replaced
-    is returned unchanged."""
+    """Return standard output or error as a stream that drops what cannot be written and replaces
+    what its encoding lacks. A stream that a caller of `main` has set stays unchanged."""
     if stream is None or stream.closed:
         return open(os.devnull, "w", encoding="utf-8")
     try:
@@ -247,7 +244,7 @@ class Notices(logging.Formatter):
 
 
 def main(called: Callable[[], Any] = app) -> None:
-    """Run the command line. An error of the user is printed as one clear message, never as a
+    """Run the command line. A user's error is printed as one clear message, never as a
     traceback."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     if not sys.stderr.isatty():  # tqdm reads it at import; hides bars of loading and tokenizing

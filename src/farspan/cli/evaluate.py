@@ -89,8 +89,7 @@ Picture = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Mean loss of the tokens that have at least `begin` and fewer than `end` tokens before
-    them."""
+    """Mean loss of the tokens with at least `begin` and fewer than `end` tokens before them."""
 
     begin: int
     end: int
@@ -110,8 +109,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """Result of one needle-in-a-haystack test: a sentence hidden in a context, and the model's
-    log-probabilities of its last word."""
+    """Result of a needle-in-a-haystack test: a hidden sentence, and how likely its last word is."""
 
     depth: float  # fraction of the context before the sentence
     tokens: int  # between the sentence and the question
@@ -121,8 +119,7 @@ class Needle:
 
     @property
     def found(self) -> bool:
-        """Return whether the model gives the right answer a higher log-probability than all wrong
-        ones."""
+        """Return whether the right answer has a higher log-probability than all others."""
         return self.logprob > max(self.wrong.values())
 
 
@@ -244,8 +241,7 @@ class Subject:
         return model.eval()
 
     def step(self, device: torch.device, name: str | None, context: int) -> Step:
-        """Return an engine for the model, with the strategy `name`, or the run's schedule if
-        None."""
+        """Return an engine with the strategy `name`, or with the run's schedule if None."""
         model = self.model(device)
         if name == AUTO:
             return Step(model, AUTO)
@@ -371,8 +367,7 @@ def _batch_losses(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndar
 
 
 def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
-    """Yield mean losses over all documents, by ranges of the number of tokens before the predicted
-    one. Each range is twice as long as the previous one."""
+    """Yield mean losses by ranges of the number of tokens before the predicted one."""
     longest, begin, end = max(map(len, losses)), 1, FIRST  # the first token is not predicted
     while begin <= longest:
         part = np.concatenate([own[begin - 1 : end - 1] for own in losses])

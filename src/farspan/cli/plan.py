@@ -70,8 +70,7 @@ from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The longest context of each strategy, with its plan, for the strategies that fit at some
-    length."""
+    """The longest context of each strategy, with its plan, if the strategy fits at all."""
 
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
@@ -109,8 +108,7 @@ class Longest:
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """Answer of `farspan plan`: the plan at the requested context, the longest contexts, or
-    both."""
+    """Answer of `farspan plan`: the plan at a context, the longest contexts, or both."""
 
     question: Question
     plan: Plan | None
@@ -201,8 +199,7 @@ def write_files(
 
 
 def command_line(context: typer.Context) -> str:
-    """Return this call as a command that a user could type, with options in the order of the
-    help."""
+    """Return this call as a typed command, with options in the order of the help."""
     words = [str(context.command.name)]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
@@ -326,9 +323,8 @@ class PlanCommand(TyperCommand):
     """Command that suggests its own options to users who type those of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments like typer, with three additions: an option of another tool is answered
-        with the option meant, words without an option with the whole command meant, and `--lora`
-        without a number has the default rank."""
+        """Parse arguments like typer, but name the intended option for one of another tool, the
+        whole command for words without options, and use the default rank for a bare `--lora`."""
         given = []
         own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):
@@ -364,8 +360,7 @@ NEAR = 0.75  # similarity of a mistyped option, above that of merely similar wor
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """Return the command that a user meant by words without options: the form of each word decides
-    whether it is a context, a GPU, a model or a run file."""
+    """Return the command that words without options mean; a word's form decides its option."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]
@@ -458,8 +453,7 @@ def devices_of(gpus: str | None, machine: str) -> int | None:
 
 
 def _longest_step(max_step: str | None, max_context: bool) -> float | None:
-    """Return the most seconds that a step may take with --max-context, or None without that
-    option."""
+    """Return the most seconds per step with --max-context, or None without that option."""
     if max_step is None:
         return math.inf if max_context else None
     if not max_context:
@@ -533,8 +527,7 @@ def _answer_for_run(
 
 
 def missing_data(run: RunConfig) -> list[str]:
-    """Return notes about data that the run file names but that do not exist. A plan needs no
-    data."""
+    """Return notes about data of the run that does not exist, which a plan does not need."""
     notes = []
     for source, _ in run.data.each():
         if source.path not in (None, DATA):
@@ -546,8 +539,7 @@ def missing_data(run: RunConfig) -> list[str]:
 
 
 def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return the run with the values of command-line options, and notes about values that these
-    drop."""
+    """Return the run with values of command-line options, and notes about dropped values."""
     notes: list[str | None] = []
     model = run.model
     if "dtype" in given:
@@ -576,8 +568,7 @@ def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig,
 
 
 def without_fields(run: RunConfig) -> list[str]:
-    """Return a note about the run file's schedule fields, which --max-context ignores, if there are
-    any."""
+    """Return a note about fields of the run's schedule, which --max-context ignores, if any."""
     given = ", ".join(replace(run.schedule, weights=None).given())
     return [f"--max-context ignores these fields of the schedule: {given}"] if given else []
 
@@ -658,8 +649,7 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loss_of_run(asked: Objective) -> LossConfig:
-    """Return a planned loss in the form of run files. Raises UnsupportedError for a loss that run
-    files lack."""
+    """Return a planned loss in the form of run files. Raises UnsupportedError if they lack it."""
     if asked.kind is LossKind.DISTILL:
         return LossConfig(asked.kind, teacher=TEACHER, top_k=asked.ids)
     own = asked.reference not in (Reference.NONE, Reference.STORED)

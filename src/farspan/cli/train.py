@@ -165,8 +165,7 @@ def data_command(
 
 
 class MeasuringNotes:
-    """Callback that tells the user, once, that measuring this machine takes a while (up to a
-    minute)."""
+    """Callback that says once that this machine is being measured, for up to a minute."""
 
     def __init__(self) -> None:
         self.words: list[str] = []  # printed with the answer
@@ -180,8 +179,7 @@ class MeasuringNotes:
 
 
 class ReadingLine:
-    """Progress of reading data. A terminal shows one line that is rewritten; other outputs get a
-    line for every tenth of the data."""
+    """Progress of reading data: one rewritten line on a terminal, else a line per tenth."""
 
     SECONDS = 1.0  # until the first line
 

@@ -185,9 +185,8 @@ def index_command(
 def compared(
     attention: SparseConfig | None, text: str | None, context: int, documents: int
 ) -> SparseConfig:
-    """Return the sparse attention whose selectors and budgets will be compared. By default an
-    eighth of the context counts as recent tokens, as at 32K with a run's defaults. Raises
-    UnsupportedError."""
+    """Return the sparse attention whose selectors and budgets are compared. By default an eighth of
+    the context counts as recent, as at 32K with a run's defaults. Raises UnsupportedError."""
     if documents > 1:
         raise UnsupportedError("documents: --text is read as one document; leave out --documents")
     if attention is None and text is not None:
@@ -235,8 +234,7 @@ def base_schedule(
 
 
 def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> Schedule:
-    """Return the schedule with the chunk and the groups of the command line. Raises
-    UnsupportedError."""
+    """Return the schedule with the command line's chunk and groups. Raises UnsupportedError."""
     if chunk is not None:
         schedule = replace(schedule, chunk=chunk)
     if groups is not None:
@@ -251,8 +249,7 @@ def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> S
 
 
 def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | None:
-    """Return the sparse attention that the command line asks for, else the run file's; None for
-    dense attention."""
+    """Return the command line's sparse attention, else the run's; None for dense attention."""
     if text is not None:
         pages, before = read_sparse(text), None if run is None else run.sparse
         if pages is None:
@@ -269,8 +266,7 @@ def ranks_note(run: RunConfig | None) -> str | None:
 
 
 def packed_note(model: Any, asked: str) -> str | None:
-    """Return a note if the model computes in another dtype than the requested one, as 4-bit weights
-    do."""
+    """Return a note if the model computes in another dtype than the requested one."""
     found = str(model.dtype).removeprefix("torch.")
     where = f"dtype: {found} replaces {asked}, which quantised weights do not support"
     return None if found == asked else where

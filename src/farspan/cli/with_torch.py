@@ -246,8 +246,7 @@ def show_outcome(outcome: Verification) -> None:
 
 
 def show_approximation(found: Approximation) -> None:
-    """Print how far the gradients of sparse attention are from those of dense attention, by layer
-    (OOMB's figure 7)."""
+    """Print by layer how far sparse gradients are from dense ones (OOMB's figure 7)."""
     modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
     title = f"APPROXIMATE: {title}" if found.hides else f"nothing is hidden: {title}"
@@ -273,9 +272,8 @@ def show_approximation(found: Approximation) -> None:
 def trained_model(
     model: str | None, run: RunConfig | None, dtype: str, seed: int
 ) -> tuple[PreTrainedModel, str]:
-    """Return a model in evaluation mode, and the name of its tokenizer. The model is a run file's
-    at the start of its training, or that of a folder or hub name with its adapters. Raises
-    UnsupportedError."""
+    """Return a model in evaluation mode, and the name of its tokenizer: that of a run file at the
+    start of its training, or of a folder or hub name with adapters. Raises UnsupportedError."""
     if run is None:
         subject = subject_of(str(model), dtype, None)
         return subject.model(torch.device("cpu")), subject.tokenizer
@@ -569,8 +567,7 @@ def refuse_two_subjects(
 
 
 def read_contexts(context: str | None, contexts: str | None, steps: int | None) -> tuple[int, ...]:
-    """Return the number of tokens of each step. If there are more steps than lengths, the lengths
-    repeat."""
+    """Return the tokens of each step; if there are more steps than lengths, these repeat."""
     if (context is None) == (contexts is None):
         raise UnsupportedError(
             "context: give either --context, or --contexts with the length of each step"
@@ -581,8 +578,7 @@ def read_contexts(context: str | None, contexts: str | None, steps: int | None) 
 
 
 def read_temporaries(text: str) -> Temporaries:
-    """Return the kinds of temporary tensors that a user has named. Raises UnsupportedError for an
-    unknown kind."""
+    """Return the named kinds of temporary tensors. Raises UnsupportedError for others."""
     names = [] if text == NOTHING else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in tuple(Temporary):

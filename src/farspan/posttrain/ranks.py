@@ -88,21 +88,18 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return apply(chosen, super().gather(tensor))
 
         def prepare_model(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
-            """Return the model without DistributedDataParallel: a farspan step sums gradients over
-            ranks itself."""
+            """Return the model without DDP: a farspan step sums gradients itself."""
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """Run backward on the loss divided by the number of replicas, because a step sums
-            gradients over replicas."""
+            """Run backward on the mean over replicas, whose gradients a step sums."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas
 
 
 def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
-    """Give every rank of a pipeline all gradients. Each layer's gradients exist only on the stage
-    that has the layer."""
+    """Give every rank of a pipeline all gradients; each layer's exist on its stage only."""
     peers = ranks.among("pipeline")
     if peers.size == 1:
         return
@@ -130,8 +127,7 @@ def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
 
 
 def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
-    """Return the model's state dict in main memory, with every parameter unsharded. All ranks call
-    this."""
+    """Return the model's state dict in main memory, unsharded. All ranks call this."""
     own = sharded.sharded.parameters()
     wholes = {id(own[name]): whole.cpu().clone() for name, whole in sharded.sharded.wholes()}
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -142,8 +138,7 @@ def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 def cut_what_is_loaded(model: nn.Module) -> None:
-    """Make `load_state_dict` of a sharded model accept unsharded weights and keep this rank's
-    part."""
+    """Make a sharded model's `load_state_dict` keep this rank's part of unsharded weights."""
 
     def cut(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -93,8 +93,7 @@ _Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]  # loss, outputs
 
 
 class LongContext:
-    """Mixin that runs a Trainer's steps by a farspan schedule. List it before the Trainer class
-    among the bases.
+    """Mixin that runs a Trainer's steps by `schedule`; it precedes the Trainer among the bases.
 
     The gradients are those of the plain Trainer, on sequences that it has no memory for. No token
     sees or predicts across padding, nor from one packed document to the next (position_ids that
@@ -209,8 +208,7 @@ class LongContext:
         return loss
 
     def _follow_weights(self) -> None:
-        """Move the optimizer's states to main memory once the planner has moved the weights
-        there."""
+        """Move the optimizer's states to main memory, if the planner moved the weights."""
         steps = (self._one_pass, *(forward.step for forward in self._forwards[:1]))
         now = any(step is not None and step.plan and step.weights is not None for step in steps)
         if now and not self._moved:
@@ -243,9 +241,8 @@ class LongContext:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> "_Predicted":
-        """Return the loss of one evaluation batch. Raises UnsupportedError if outputs are
-        requested: one row of vocabulary size per token does not fit in memory for a long
-        sequence."""
+        """Return the loss of one batch. Raises UnsupportedError if outputs are requested: for a
+        long sequence, a row of vocabulary size per token does not fit in memory."""
         self._refuse_other_arguments()
         rewards = any(forward.classifies for forward in self._forwards)
         if not prediction_loss_only and not rewards:
@@ -269,10 +266,9 @@ class LongContext:
         return loss, None, None
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
-        """Compute the loss with the Trainer's own method. Log-probabilities of a reference model
-        are computed before, and passed to it: computed between the model's forward and backward,
-        they would take the memory that keeps the forward's results, and the forward would have to
-        run again."""
+        """Compute the loss with the Trainer's own method. A reference model's log-probabilities are
+        computed before: between the model's forward and backward they would take the memory that
+        keeps the forward's results, which would have to be computed again."""
         compute = super().compute_loss  # type: ignore[misc]
         names = next(
             (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()
@@ -353,8 +349,7 @@ class LongContext:
         cut_what_is_loaded(self.model)
 
     def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
-        """Create the Trainer's own optimizer; with sharded weights its saved state holds whole
-        tensors."""
+        """Create the Trainer's own optimizer, whose saved states are unsharded."""
         optimizer = super().create_optimizer(*args, **keywords)  # type: ignore[misc]
         if self._sharded is not None:
             keep_states_whole(optimizer)
@@ -390,8 +385,7 @@ class LongContext:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _refuse_other_methods(self) -> None:
-        """Raise UnsupportedError if the class overrides methods so that it may compute another
-        loss."""
+        """Raise UnsupportedError if overridden methods may compute another loss."""
         kinds = type(self).__mro__
         behind = kinds[kinds.index(LongContext) + 1 :]
         others = [kind for kind in kinds if kind is not LongContext]
@@ -444,8 +438,7 @@ class LongContext:
             )
 
     def _leave_checkpointing(self) -> None:
-        """Turn off the gradient checkpointing that the Trainer's arguments ask for: the schedule
-        decides what to recompute."""
+        """Turn off gradient checkpointing: the schedule decides what to recompute."""
         names = ("gradient_checkpointing", "activation_checkpointing")  # renamed in 5.23
         if not any(getattr(self.args, name, None) for name in names):
             return
@@ -458,9 +451,8 @@ class LongContext:
             self.model.disable_input_require_grads()
 
     def _leave_autocast(self) -> None:
-        """Turn off autocast, so that steps compute in the weights' dtype. Raises UnsupportedError
-        if the weights have another dtype than the user asked for; a default of the configuration
-        does not count as asking."""
+        """Turn off autocast: steps compute in the weights' dtype. Raises UnsupportedError if the
+        user, rather than a default of the configuration, asked for another dtype."""
         if not self.args.bf16:
             return
         dtype = self.model.dtype
@@ -543,8 +535,7 @@ class _Forward:
         return output(loss=-found["log_probs"].sum() / total, label_mask=mask, **found)
 
     def _rewards(self, inputs: dict[str, Any]) -> SequenceClassifierOutputWithPast:
-        """Return classifier logits [batch, labels], each taken at the sequence's last token that is
-        not padding."""
+        """Return logits [batch, labels], each at its sequence's last token but padding."""
         if inputs.pop("labels", None) is not None:
             raise UnsupportedError(
                 "labels: the loss of a reward model compares pairs; leave labels out"
@@ -580,9 +571,8 @@ class _Forward:
 
 
 def _asks_for_values(kind: type) -> bool:
-    """Return whether this TRL trainer class computes its loss from per-token outputs of its model,
-    such as log-probabilities. Trainers that TRL derives from those (GKDTrainer) read logits
-    instead."""
+    """Return whether this TRL trainer computes its loss from a few outputs per token. Trainers that
+    TRL derives from such ones (GKDTrainer) read logits."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl")
     base = next(own, object)
     if base.__name__ not in _BY_VALUES:
@@ -591,8 +581,7 @@ def _asks_for_values(kind: type) -> bool:
 
 
 class Trainer(LongContext, HuggingFaceTrainer):
-    """`transformers.Trainer` that runs farspan's steps; `schedule` is the same as for
-    `farspan.Step`."""
+    """`transformers.Trainer` with farspan's steps; `schedule` is as for `farspan.Step`."""
 
 
 def _batch(

@@ -87,8 +87,7 @@ def _finite(value: Any) -> Any:
 
 @cache
 def _asset(name: str) -> str:
-    """Return the text of a file in `page/`. The text must not end the HTML element that will
-    contain it."""
+    """Return the text of a file in `page/`, which must not end the element that contains it."""
     text = (files("farspan.report") / "page" / name).read_text(encoding="utf-8")
     assert not any(end in text for end in ("</script", "</style", "-->")), name
     return text

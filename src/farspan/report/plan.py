@@ -176,8 +176,7 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Yield the bytes of both tiers, or of those that are too small, with their largest causes;
-    `most` has the number of causes per tier."""
+    """Yield the bytes and the `most` largest causes of both tiers, or of those too small."""
     tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
         tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
@@ -234,8 +233,7 @@ def _change_parts(plan: Plan) -> Iterator[list[str]]:
 
 
 def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
-    """Yield the cheapest changes that make a plan fit. Each says how long a step then takes and
-    whether results stay the same."""
+    """Yield the cheapest changes that make a plan fit: step time, and same or other results."""
     for remedy in plan.remedies[:most]:
         gives = f"{write_seconds(remedy.seconds)} a step" if remedy.seconds else ""
         results = "the same results" if remedy.same else "other results"
@@ -274,8 +272,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def tight_words(plan: Plan) -> str:
-    """Return the warning that less memory stays free than the margin, with the reason for the
-    margin."""
+    """Return the warning that less memory than the margin stays free, and the margin's reason."""
     margin, machine = plan.question.margin, plan.question.machine
     if not machine.unified and plan.device.left < margin.device:
         size, what, left = margin.device, "of a device", plan.device.left
@@ -327,8 +324,7 @@ ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
 
 
 def _wear(question: Question) -> str:
-    """Describe how long a drive takes for one update, and how much of its endurance the update
-    wears out."""
+    """Describe how long a drive takes per update, and the endurance that the update wears out."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
         f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s at "
@@ -357,8 +353,7 @@ PLACES = {
 
 
 def loss_words(plan: Plan) -> Iterator[str]:
-    """Describe how much longer a step takes with a loss of log-probabilities than with the usual
-    loss, and where its reference model runs."""
+    """Describe what a loss of log-probabilities costs per step, and its reference model."""
     loss = plan.question.loss
     if not loss.is_cut:
         return
@@ -386,8 +381,7 @@ PAIRS = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
 
 
 def loss_json(plan: Plan) -> dict[str, Any]:
-    """Return for JSON the seconds of a step in one pass, with a loss of log-probabilities, and with
-    its reference model; empty for other losses."""
+    """Return for JSON the seconds per step without and with log-probabilities and reference."""
     if not plan.question.loss.is_cut:
         return {}
     one, cut, whole = loss_seconds(plan)
@@ -443,7 +437,7 @@ def _spare(budget: Budget) -> str:
 
 
 def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
-    """Return a table of a tier's bytes by cause, the largest first, with bars as shares of the
+    """Return a table of a tier's bytes by cause, the largest first; bars are shares of its
     limit."""
     used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
     used += f", {write_bytes(reserve)} in reserve" if reserve else ""
@@ -454,8 +448,7 @@ def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
 
 
 def seconds_table(plan: Plan) -> RenderableType:
-    """Return a table of a step's time, the busy time of each lane (compute, copies, ranks), tokens
-    per second and MFU."""
+    """Return a table of a step's time, the busy time of each lane, tokens per second and MFU."""
     seconds = plan.seconds
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
     waiting = seconds.exposed(overlap=plan.question.overlap)
@@ -633,8 +626,7 @@ def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
 
 
 def _in_line(prices: Prices) -> Iterator[Span]:
-    """Yield the spans of a step whose lanes do not overlap: one instruction and lane after the
-    other."""
+    """Yield the spans of a step without overlap: one instruction and lane after the other."""
     now = 0.0
     for index, instruction in enumerate(prices.program.instructions):
         cost = prices.of(instruction)

@@ -1,5 +1,4 @@
-"""HTML page of a plan and its alternatives: the memory of a step, and the order in which it visits
-layers and chunks (the walk).
+"""HTML page of a plan and its alternatives: a step's memory, and how it visits layers and chunks.
 
 A step is drawn in frames, each of an equal number of neighbouring cells. A frame shows the memory
 of the fullest moment in it, so that no peak is lost. At most `ROWS_SHOWN` layers and
@@ -116,7 +115,7 @@ def step_json(
     plan: Plan, frames: int = FRAMES, rows: int = ROWS_SHOWN, columns: int = COLUMNS_SHOWN
 ) -> dict[str, Any]:
     """Return a plan's step as data for `farspan.step` of the page: the `time` of each frame
-    (seconds from the step's start), the memory of both tiers by cause, and the walk over layers and
+    (seconds from the step's start), memory by tier and cause, and the walk over layers and
     chunks."""
     program, spans = step_spans(plan)
     begins = {span.index: span.start for span in spans if span.lane == "compute"}
@@ -152,8 +151,7 @@ def drawn_walk(
 
 
 def _times(at: StepFrames, begins: Mapping[int, float]) -> list[float]:
-    """Return the start times of the frames in ascending order. Instructions are issued before they
-    wait."""
+    """Return the ascending start times of the frames: instructions are issued before they wait."""
     starts, now = [], 0.0
     for index in at.shown:
         now = max(now, begins.get(index, now))
@@ -178,8 +176,7 @@ DRAWN = (
 @dataclass(frozen=True, slots=True)
 class PageOf:
     """Plans to draw on one page, and the question that they answer. `plans` are the best plan for a
-    context and its alternatives; `longest` are the plans for the longest context of each
-    strategy."""
+    context and its alternatives; `longest` are the plans of longest contexts, by strategy."""
 
     plans: Sequence[Plan]
     longest: Mapping[str, Plan] = field(default_factory=dict)
@@ -227,8 +224,7 @@ def _machine(plan: Plan) -> dict[str, str]:
 
 
 def plan_json(plan: Plan, place: int) -> dict[str, Any]:
-    """Return one plan as data for the page, with numbers of `Plan.to_json`; the first plan has more
-    detail."""
+    """Return a plan as data for the page, with numbers of `Plan.to_json`; the first has more."""
     question = plan.question
     schedule, layers = stage_schedule(question, plan.schedule), most_layers(question)
     chunks = chunks_of(question.model, question.run.tokens, plan.schedule, question.layout)
@@ -296,8 +292,7 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
 
 
 def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return by cause the bytes of live buffers, one value per frame, at the frame's fullest
-    instruction."""
+    """Return the bytes of live buffers by cause, at the fullest instruction of each frame."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
@@ -334,8 +329,7 @@ def _part(buffer: Buffer) -> str:
 
 
 class _Left(NamedTuple):
-    """Key of a tensor that outlives its cell (layer, chunk), or of the input of the group that
-    begins at `layer`."""
+    """A kind of tensor that a cell (layer, chunk) leaves, or the input of a group at `layer`."""
 
     kind: Kind
     layer: int
@@ -386,8 +380,7 @@ class _Grid:
             self.changed.add(_Left(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
-        """Note that a buffer holds the tensors of a chunk. Buffers without a layer, which only
-        stage copies, do not count."""
+        """Note which chunk's tensors a buffer holds, unless it only stages copies (layer < 0)."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
             self._hold(name, _Left(buffer.kind, buffer.layer if layer is None else layer, chunk))
@@ -414,8 +407,7 @@ class _Grid:
         return max((PLACE[tier] for tier in tiers), default=0)
 
     def state(self, layer: int, chunk: int) -> int:
-        """Return a cell's state as bits: two per kind of tensor for its place, and above them the
-        phase."""
+        """Return a cell's state as bits: two for the place of each tensor, then the phase."""
         bits = (self.place(kind, layer, chunk) << 2 * n for n, kind in enumerate(LEFT))
         return sum(bits) + self.phases.get((layer, chunk), 0)
 

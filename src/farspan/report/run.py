@@ -186,8 +186,7 @@ def run_page(runs: Sequence[RunRecord]) -> str:
 
 
 def runs_json(runs: Sequence[RunRecord]) -> Values:
-    """Return the data of the page of all runs: bytes, seconds and steps as numbers, sentences as
-    text."""
+    """Return the page's data of all runs: bytes, seconds, steps as numbers, sentences as text."""
     names = _names([run.path for run in runs])
     return {
         "about": "Values called planned were computed before the run; the others were measured.",
@@ -207,8 +206,7 @@ def run_json(run: RunRecord, name: str) -> Values:
 
 
 def _culprit(run: RunRecord) -> Path:
-    """Return the damaged file of a run folder: the first without which the page can be made, else
-    metrics.jsonl."""
+    """Return the damaged file of a run folder: the one without which the page can be made."""
     files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
     for name, file in files.items():
         without: Any = {name: {}}
@@ -307,8 +305,7 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number, or None. Run folders store infinity and NaN as text, because JSON
-    lacks them."""
+    """Return a finite number, or None. Run folders store infinity and NaN as text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
@@ -470,8 +467,7 @@ def _notes(run: RunRecord) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[list[Any]]:
-    """Return a row for each key that differs between the run files: the key, and its value in each
-    run as text."""
+    """Return a row (key, text per run) for each key that differs between the run files."""
     leaves = [dict(_flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for leaf in leaves for key in leaf)
     rows = [[key, *(_text(leaf.get(key)) for leaf in leaves)] for key in keys if key != "folder"]

@@ -72,9 +72,8 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Return the planned step, for the rank whose device is fullest, as a memory snapshot, and a
-    note for the user. The note says how many instructions are merged into one moment of the
-    snapshot; it is empty if none are."""
+    """Return a snapshot of the planned step for the rank with the fullest device, and a note for
+    the user, which says how many instructions each of its moments merges; empty if none."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -110,9 +109,8 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
 
 @dataclass(slots=True)
 class _StepMoments:
-    """Numbers of the moments of a snapshot, each of which merges several instructions. Moments have
-    the numbers 0, 2, 4, ...; a cell's transient memory is freed at the odd number after its
-    moment."""
+    """Moments of a snapshot, each of which merges several instructions. Their numbers are 0, 2, 4,
+    ...; a cell's transient memory is freed at the odd number after its moment."""
 
     program: Program
     places: list[int] = field(default_factory=list)  # instruction to the number of its moment
@@ -129,13 +127,11 @@ class _StepMoments:
         self.count = -(-done // self.each)
 
     def of(self, index: int) -> int:
-        """Return the number of the moment in which the instruction at `index` allocates or frees a
-        buffer."""
+        """Return the number of the moment in which an instruction allocates or frees a buffer."""
         return self.places[index] if index < len(self.places) else NEVER
 
     def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
-        """Yield for each moment its number, and its instructions with their indices in the
-        program."""
+        """Yield each moment's number, and its instructions with their indices in the program."""
         group: list[tuple[int, Instruction]] = []
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, Allocate | Free):
@@ -164,8 +160,7 @@ class _StepMoments:
 
 @dataclass(slots=True)
 class _CellMemory:
-    """Device memory that cells use outside the arena of planned buffers, as the planner predicts it
-    for each instruction."""
+    """Planned device memory of cells outside the arena, instruction by instruction."""
 
     plan: Plan
     walked: evaluate.Walked
@@ -216,8 +211,7 @@ class _CellMemory:
 
 
 def _live(walk: evaluate.RankWalk) -> dict[Hashable, tuple[int, str]]:
-    """Return by key the bytes and cause of each allocation that is live at this point of the
-    planner's walk over the program."""
+    """Return the bytes and cause of each live allocation of a planned program, by key."""
     live: dict[Hashable, tuple[int, str]] = {}
     for layer, size in walk.hidden.items():
         live["hidden state before layer", layer] = size, REGISTER
@@ -255,8 +249,7 @@ def _instruction_frames(program: Program, index: int) -> Frames:
 
 
 def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBlock]:
-    """Return the buffers of a tier at their addresses in the arena, and the unused ranges between
-    them."""
+    """Return a tier's buffers at their addresses, and the unused ranges between them."""
     blocks = []
     for buffer in program.buffers.values():
         born, dies = moments.of(buffer.born), moments.of(buffer.dies)
@@ -273,8 +266,7 @@ def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBl
 
 
 def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]:
-    """Yield the ranges of the arena that no buffer uses, each with the moments at which it begins
-    and ends."""
+    """Yield the ranges of the arena that no buffer uses, with the moments of begin and end."""
     frames = [frame(UNUSED, 0, "no buffer has these addresses now")]
     standing: dict[tuple[int, int], int] = {}  # range to when it became free
     for moment in sorted({0, *(b.born for b in blocks), *(b.dies for b in blocks)} - {NEVER}):
@@ -318,8 +310,7 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotDevice:
-    """Memory blocks of one device: those with addresses in an arena of `height` bytes, and those
-    without addresses."""
+    """Blocks of one device: placed in an arena of `height` bytes, and without addresses."""
 
     placed: list[MemoryBlock]
     rest: list[MemoryBlock]
@@ -356,8 +347,7 @@ def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> d
 
 
 def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield allocations and frees in order of time; frees come before allocations of the same
-    moment."""
+    """Yield allocations and frees in order of time; of the same moment, frees come first."""
     events = [(b.born, True, index) for index, b in enumerate(blocks)]
     events += [(b.dies, False, index) for index, b in enumerate(blocks) if b.dies < NEVER]
     causes = False

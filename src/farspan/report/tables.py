@@ -19,8 +19,7 @@ WIDE = 10_000  # columns of output that is not a terminal: no line is wrapped
 
 
 def show(view: RenderableType, *, stderr: bool = False) -> None:
-    """Print a view, formatted for a terminal, or as `plain_lines` if the output is a pipe or a
-    file."""
+    """Print a view, formatted for a terminal, or as `plain_lines` for a pipe or a file."""
     console = Console(stderr=stderr)
     if console.is_terminal:
         console.print(view)
@@ -47,8 +46,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
-    """Return a table with rows of name, value and a bar for a share. Columns align with those of
-    other such tables."""
+    """Return a table of names, values and bars for shares, aligned with other such tables."""
     table = lines_table(title, "", "", "")
     table.show_header = False
     table.columns[0].min_width = NAME
@@ -66,8 +64,7 @@ def bar(share: float) -> str:
 
 
 def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
-    """Describe each choice of a schedule in one line, for a model of `layers` layers and `chunks`
-    chunks."""
+    """Describe each choice of a schedule in a line, given numbers of layers and chunks."""
     lines = [
         _walk(schedule, layers, chunks),
         f"inputs of each group on the {schedule.boundary_inputs}",
@@ -219,8 +216,7 @@ def memory_text(spec: MachineSpec) -> Text:
 
 
 def rates_table(spec: MachineSpec) -> Table:
-    """Return a table of measured rates: for each operation the rate of its smallest and of its
-    largest call."""
+    """Return a table of measured rates, for each operation's smallest and largest call."""
     title = "rates of the smallest and the largest call"
     table = lines_table(title, "", "smallest", "rate", "largest", "rate")
     for dtype, rates in spec.rates.items():

@@ -237,8 +237,7 @@ class Observer:
 
 
 class LineReporter(Reporter):
-    """Reporter that prints a line per step, and more within steps longer than `patience`
-    seconds."""
+    """Reporter that prints a line per step, and more in steps longer than `patience` seconds."""
 
     def __init__(
         self, console: Console, patience: float = 15.0, clock: Clock = time.monotonic

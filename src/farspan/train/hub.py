@@ -110,8 +110,7 @@ def _failure(folder: Path, hub: HubConfig, why: str) -> str:
 
 def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
     """Return the weight files in the repository that this model does not replace. Raises
-    RepositoryTaken if the repository is public but should be private, or has files of another
-    program."""
+    RepositoryTaken if the repository is public but should be private, or has others' files."""
     if not api.repo_exists(hub.repo):
         return []
     info = api.model_info(hub.repo)

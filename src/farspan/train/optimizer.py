@@ -156,10 +156,9 @@ class EightBitStates:
             self._adam.state[parameter] = self._zeros(parameter)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state that torchao would make at a parameter's first step, in a format fixed
-        for checkpoints. torchao has no public function: `_new_buffer(parameter, signed)` returns
-        zeros, one byte per element or in the parameter's dtype, by the rule at the top of this
-        file."""
+        """Return the state that torchao would make at a parameter's first step, in a fixed format.
+        torchao has no public function: `_new_buffer(parameter, signed)` returns zeros, one byte per
+        element or in the parameter's dtype, by the rule at the top of this file."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }

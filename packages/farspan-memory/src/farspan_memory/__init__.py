@@ -1,5 +1,4 @@
-"""GPU memory without fragmentation: traces of allocations, statically planned addresses, and a
-native allocator for PyTorch.
+"""GPU memory without fragmentation: traces, static plans, and a native allocator for PyTorch.
 
 Names that need torch are imported on first use; `__init__.pyi` tells type checkers their types.
 """

@@ -77,8 +77,8 @@ class Session:
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
         """Make a device follow a plan from its next iteration on. If the arena does not fit,
-        another stream would have to wait, or tensors of the previous plan are alive, warn and go on
-        with stitching."""
+        another stream would have to wait, or tensors of the previous plan live, warn and go on
+        stitching."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it
             self.memory.follow(device, plan)
@@ -88,8 +88,7 @@ class Session:
         self.plans[device] = plan
 
     def forget(self, device: int) -> None:
-        """Prepare a device for steps that differ from the earlier ones: drop its plan, and count
-        iterations anew."""
+        """Drop a device's plan and count its iterations anew, as the next steps differ."""
         if self.memory.mode == "replay":
             allocator = self.memory.of(device)
             allocator.record(False)
@@ -100,8 +99,7 @@ class Session:
         self.plans.pop(device, None)
 
     def recorded(self, device: int, number: int | None = None) -> Trace:
-        """Return a device's whole recording as a trace, or only iteration `number` (-1: the
-        last)."""
+        """Return a device's whole recording, or only iteration `number` (-1: the last)."""
         trace = self.memory.recorded(device, f"device {device}")
         return trace if number is None else iteration(trace, number)
 
@@ -180,8 +178,7 @@ def uninstall() -> None:
 
 
 def installed() -> Installed | None:
-    """Return the settings of the allocator installed in this process, or None while PyTorch uses
-    its own."""
+    """Return the settings of the installed allocator, or None while PyTorch uses its own."""
     return _CURRENT[0].installed if _CURRENT else None
 
 
@@ -192,9 +189,8 @@ def begin_iteration(device: int | None = None) -> None:
 
 
 def forget(device: int | None = None) -> None:
-    """Prepare a device for steps that differ from the earlier ones: its plan is dropped, the plan's
-    arena is freed and a new plan is learned. Raises UnsupportedError without an installed
-    allocator."""
+    """Prepare a device for steps unlike the earlier ones: its plan is dropped, the plan's arena is
+    freed and a new plan is learned. Raises UnsupportedError without an installed allocator."""
     _current().session.forget(_index(device))
 
 
@@ -204,9 +200,8 @@ def statistics(device: int | None = None) -> Statistics:
 
 
 def recorded(device: int | None = None, iteration: int | None = None) -> Trace:
-    """Return a device's recording as a trace: all of it, or only iteration `number` (-1: the last).
-    Raises UnsupportedError without an installed allocator, or if that iteration was not
-    recorded."""
+    """Return a device's recording, or only iteration `number` (-1: the last), as a trace. Raises
+    UnsupportedError without an installed allocator, or if that iteration was not recorded."""
     return _current().session.recorded(_index(device), iteration)
 
 
@@ -238,8 +233,7 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
 
 
 def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
-    """Return a setting given as a keyword or in the options. Raises UnsupportedError if both give
-    it."""
+    """Return a setting given as a keyword or in the options. Raises UnsupportedError for both."""
     value: int = getattr(options, name)
     if given is None:
         return value

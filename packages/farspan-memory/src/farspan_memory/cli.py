@@ -143,8 +143,7 @@ def exact(question: PlacementOptions) -> tuple[Solution, str]:
 
 
 def bilevel(question: PlacementOptions) -> tuple[Solution, str]:
-    """Place in two levels, layers first. Raises UnsupportedError for a trace without marks of
-    layers."""
+    """Place in two levels, layers first. Raises UnsupportedError if no mark names a layer."""
     layers = segments(question.trace)
     if not layers:
         raise UnsupportedError(
@@ -175,8 +174,7 @@ def _c_output_aside() -> Iterator[None]:
 
 
 def auto(question: PlacementOptions) -> tuple[Solution, str]:
-    """Place by exact search; if that proves no optimum, try to find a lower placement in two
-    levels."""
+    """Place by exact search; if that proves no optimum, try two levels for a lower placement."""
     layers = segments(question.trace)
     seconds = question.seconds * (EXACT_SHARE if layers else 1.0)
     found = place_exactly(question.requests, seconds, question.capacity)
@@ -352,8 +350,7 @@ app.command("compare")(compare_command)
 
 
 def main() -> None:
-    """Run the command line. An error of the user is printed as one clear line, never as a
-    traceback."""
+    """Run the command line. A user's error is printed as one clear line, never as a traceback."""
     try:
         app()
     except UnsupportedError as error:

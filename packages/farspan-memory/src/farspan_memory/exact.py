@@ -128,8 +128,7 @@ class _Search:
             self.bound += -self.bound % self.step
 
     def halve(self) -> None:
-        """Try the height halfway between the lower bound and the best placement, until they meet or
-        time is up."""
+        """Try heights halfway between the bound and the best until they meet or time is up."""
         while self.given_up < self.best.height and perf_counter() < self.end:
             steps = (self.best.height - self.given_up) // self.step
             self.ask(self.given_up + (steps - 1) // 2 * self.step, SHARE)
@@ -183,8 +182,7 @@ def segments(trace: Trace) -> tuple[Segment, ...]:
 
 
 def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Signature:
-    """Return the sizes and the order of births and deaths of requests. Segments with equal
-    signatures can share one plan."""
+    """Return sizes and the order of births and deaths: if equal, segments share one plan."""
     times = sorted({t for i in local for t in (requests[i].born, requests[i].dies)})
     rank = {time: index for index, time in enumerate(times)}
     return tuple((requests[i].size, rank[requests[i].born], rank[requests[i].dies]) for i in local)

@@ -38,8 +38,7 @@ def read_bytes(given: str, name: str) -> int:
 
 
 def write_bytes(size: float) -> str:
-    """Return bytes as text with about three digits, in the largest binary unit that does not exceed
-    them."""
+    """Return bytes as text with three digits or so, in the largest unit that is not larger."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1024:
@@ -70,8 +69,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def show(view: RenderableType) -> None:
-    """Print a view, formatted for a terminal, or as lines without padding and line breaks for other
-    outputs."""
+    """Print a view for a terminal; for other outputs, print lines without padding and breaks."""
     console = Console()
     if console.is_terminal:
         console.print(view)

@@ -1,5 +1,4 @@
-"""Python interface of the native allocator, by ctypes: GMLake's stitching, a recorder, and replay
-of a static plan.
+"""The native allocator by ctypes: GMLake's stitching, a recorder, and replay of a static plan.
 
 The library is plain C (native/include/farspan_memory.h) and independent of Python. It is built with
 the package; without a compiler it is absent, and library() names the remedy.
@@ -78,8 +77,7 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllocatorOptions:
-    """Settings of an allocator, sizes in bytes. 0 stands for the default that the C header
-    names."""
+    """Settings of an allocator, sizes in bytes; 0 is the default that the C header names."""
 
     backend: Backend = Backend.NULL
     device: int = 0
@@ -162,8 +160,7 @@ class Statistics:
 
 
 class NativeEvent(NamedTuple):
-    """A recorded malloc, the free of the malloc with the same id, or a mark, whose number is in
-    `size`."""
+    """A recorded malloc, the free of the malloc with the same id, or a mark numbered `size`."""
 
     kind: EventKind
     id: int
@@ -291,8 +288,7 @@ def rows(plan: Sequence[PlanRow]) -> ctypes.Array[CRow]:
 
 
 def whole(name: str, value: int, bits: int = 64) -> int:
-    """Return the value if it fits into `bits` bits, since ctypes would silently keep its low bits.
-    Raises NativeError."""
+    """Return a value that fits into `bits` bits: ctypes would cut others. Raises NativeError."""
     if not 0 <= value < 2**bits:
         raise NativeError(f"{name}: expected 0 to 2**{bits} - 1, got {value}")
     return value
@@ -339,13 +335,11 @@ class Allocator:
         return made.value or 0
 
     def free(self, pointer: int) -> None:
-        """Free memory. Raises UnknownPointer for a pointer that this allocator has not
-        allocated."""
+        """Free memory. Raises UnknownPointer for a pointer that is not allocated here."""
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
-        """Keep the memory from reuse until the stream has done the work that was queued before the
-        free."""
+        """Keep the memory from reuse until the stream has done its work queued before the free."""
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:
@@ -399,8 +393,7 @@ class Allocator:
         self._call("fail_at", call, whole("nth", nth), whole("times", times))
 
     def hold_events(self, on: bool = True) -> None:
-        """Keep stream events from completing, as if the streams' work went on; for tests without
-        CUDA."""
+        """Keep stream events pending, as if the work went on; for tests without CUDA."""
         self._call("hold_events", on)
 
     def set_capturing(self, stream: int, on: bool = True) -> None:

@@ -98,8 +98,7 @@ def refuse_unready() -> None:
 
 
 def plug_in(entries: EntryPoints) -> Plugged:
-    """Make these native functions PyTorch's CUDA allocator. Raises UnsupportedError if PyTorch
-    refuses."""
+    """Make these functions PyTorch's CUDA allocator. Raises UnsupportedError if PyTorch refuses."""
     before = torch._C._cuda_getAllocator()
     ours = torch._C._cuda_customAllocator(entries.allocate, entries.free)
     for setter, address in entries.hooks.items():
@@ -118,8 +117,7 @@ def lend_statistics(
     reset_peaks: Callable[[int], None],
     reset_counts: Callable[[int], None],
 ) -> None:
-    """Make torch report the statistics that `read` returns for a device, nested like torch's
-    own."""
+    """Make torch report the statistics that `read` returns for a device, nested as its own."""
     for prefix, names in (
         ("_cuda_", ("memoryStats", "resetPeakMemoryStats", "resetAccumulatedMemoryStats")),
         ("_accelerator_", ("getDeviceStats", "resetPeakStats", "resetAccumulatedStats")),
@@ -236,8 +234,7 @@ class NativeMemory:
         return self.of(device).statistics()
 
     def headroom(self, device: int) -> int | None:
-        """Return the bytes that a device's allocator may still reserve, or None without a
-        capacity."""
+        """Return the bytes that a device may still reserve, or None without a capacity."""
         if not self.options.capacity:
             return None
         return max(0, self.options.capacity - self.statistics(device).reserved)
@@ -341,16 +338,14 @@ extern "C" __attribute__((visibility("default"))) void {SYMBOL}(const char* text
 
 @dataclass(frozen=True, slots=True)
 class Raiser:
-    """C function that throws torch's out-of-memory error, or the reason why errors are
-    RuntimeErrors instead."""
+    """C function that throws torch's out-of-memory error, or the reason why there is none."""
 
     address: int | None  # of void (*)(const char*)
     reason: str = ""
 
 
 def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPILERS) -> Raiser:
-    """Compile the function that throws torch's out-of-memory error, for this process's torch, or
-    take it from `cache`."""
+    """Compile a function that throws torch's out-of-memory error, or take it from `cache`."""
     root = Path(torch.__file__).parent
     if not (root / "include/c10/util/Exception.h").is_file():
         return Raiser(None, f"{root} has no headers")
@@ -366,10 +361,9 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
 
 
 def _built(compiler: str, root: Path, cache: Path) -> Path:
-    """Return the compiled library for this torch, and compile it if necessary: each torch has its
-    own c10. The file's name contains its digest; a file with another digest, or that other users
-    could have written, is compiled anew. Raises NotPrivate if another user owns the file or its
-    folder."""
+    """Return the compiled library for this torch, or compile it: each torch has its own c10. The
+    file's name has its digest: a file with another digest, or that other users could have written,
+    is compiled anew. Raises NotPrivate if another user owns the file or its folder."""
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
     key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     private_folder(cache)

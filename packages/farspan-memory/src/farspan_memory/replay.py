@@ -1,5 +1,4 @@
-"""Plans made from recorded iterations, with addresses for the tensors of later iterations; and plan
-files.
+"""Plans made from recorded iterations: addresses for tensors of later iterations; plan files.
 
     iteration   begins                                      ends
     transient     |------|   |-----|  |-----------|          |    gets an address in the arena
@@ -75,8 +74,7 @@ def digest(trace: Trace) -> str:
 
 
 def rounded(requests: Sequence[PlacementRequest], alignment: int) -> tuple[PlacementRequest, ...]:
-    """Round the sizes of requests up to the alignment. Every address of a placement without gaps is
-    then aligned too."""
+    """Round sizes up to the alignment, which then also holds for addresses without gaps."""
     return tuple(replace(r, size=-(-r.size // alignment) * alignment) for r in requests)
 
 
@@ -223,8 +221,7 @@ class ReplayPlan:
 
 
 def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
-    """Return a native recording as a trace, without frees of memory that was allocated before
-    it."""
+    """Return a native recording as a trace, without frees of memory allocated before it."""
     found: list[Malloc | FreeEvent | Mark] = []
     alive: set[int] = set()
     for event in events:
@@ -257,9 +254,8 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
 
 
 def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) -> ReplayPlan:
-    """Plan addresses for the tensors that an iteration both allocates and frees, on the stream with
-    the most bytes. Tensors of fewer than `smallest` bytes stay unplanned; the search takes
-    `seconds`.
+    """Plan addresses for the tensors of at least `smallest` bytes that an iteration both allocates
+    and frees, on the stream with the most bytes. The search takes at most `seconds`.
 
     A tensor that outlives the iteration would be in the way of the next one's. Streams that take
     turns on the same bytes would wait for each other.

@@ -38,8 +38,7 @@ CALLS = {
 
 
 def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
-    """Return tables for each trace (memory, driver calls, a remark), and the sources of the call
-    costs."""
+    """Return tables for each trace: memory, driver calls, a remark; then the costs' sources."""
     parts: list[RenderableType] = []
     for found in comparisons:
         parts += [subject(found), memory_table(found), Text()]
@@ -130,8 +129,7 @@ def over(capacity: int, live: int) -> str:
 
 
 def remark(found: AllocatorComparison) -> str:
-    """Say whether stitching needs less memory than expandable segments; empty if one was not
-    compared."""
+    """Say whether stitching needs less memory than expandable segments; empty without both."""
     expandable, stitching = found.least_of(EXPANDABLE), found.least_of(STITCHING)
     if expandable is None or stitching is None:
         return ""
@@ -199,8 +197,7 @@ def page(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def _trace(found: AllocatorComparison, live: str) -> str:
-    """Return the SVG of one trace: a panel per allocator. The live bytes are drawn once, under the
-    id `live`."""
+    """Return the SVG of a trace: a panel per allocator; live bytes are drawn once, by id `live`."""
     most = max([found.live_peak, *(max(shown(r), default=0) for r in found.results)]) or 1
     title = f"{found.trace or 'trace'}: {found.events:,} mallocs and frees"
     parts = [
@@ -290,8 +287,7 @@ def _tick(share: float, most: int) -> str:
 
 
 def _marks(found: AllocatorComparison) -> list[str]:
-    """Return the lines that mark positions in a panel: all of the trace's marks if they are few,
-    else those of its steps."""
+    """Return a panel's lines for the trace's marks if they are few, else for its steps."""
     marks = found.marks
     if len(marks) > MARKS:
         marks = tuple(mark for mark in marks if mark[1].startswith("step"))

@@ -1,5 +1,4 @@
-"""A trace with planned addresses as a PyTorch memory snapshot, for pytorch.org/memory_viz and
-similar viewers.
+"""A placed trace as a PyTorch memory snapshot, for pytorch.org/memory_viz and similar viewers.
 
 The format is that of `torch.cuda.memory._snapshot()`: dicts, lists, texts and numbers, pickled by a
 protocol that the viewer's own reader supports (2 to 4). That reader changes the entries that it
@@ -68,8 +67,7 @@ def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> d
 
 
 def _segment(height: int, left: Sequence[tuple[int, int, Frames]]) -> dict[str, Any]:
-    """Return the snapshot's segment for the arena after the last event, with the tensors that
-    remain."""
+    """Return the arena's segment after the last event, with the tensors that remain."""
     blocks, at = list[dict[str, Any]](), ARENA
     for address, size, frames in left:
         if address > at:

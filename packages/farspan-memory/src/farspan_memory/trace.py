@@ -176,8 +176,7 @@ def is_snapshot(content: bytes) -> bool:
 
 
 def read_snapshot(content: bytes, name: str, device: int | None = None) -> Trace:
-    """Return the mallocs and frees of one device in a memory snapshot; by default the first device
-    that has any.
+    """Return the mallocs and frees of one device, by default the first that has any.
 
     Memory allocated before the recording began, and freed in it or alive at its end, is requested
     at the beginning. Raises UnsupportedError naming the file and the entry.
@@ -204,8 +203,8 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
 
 
 class _Reading:
-    """Converts a snapshot's entries for one device into events. An address identifies a tensor
-    while it lives."""
+    """Converter of a device's snapshot entries to events. An address is one tensor while it
+    lives."""
 
     def __init__(self, name: str, device: int) -> None:
         self.name, self.device = name, device
@@ -373,8 +372,7 @@ def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace as text in MEMO's format. Raises UnsupportedError if the file cannot be
-    written."""
+    """Write a trace in MEMO's format. Raises UnsupportedError if the file cannot be written."""
     write_output(Path(path), to_text(trace), "trace")
 
 
@@ -462,8 +460,7 @@ def _event(line: str, where: str) -> Event:
 
 
 def _checked(events: Iterable[Event], places: list[int], name: str, called: str) -> Trace:
-    """Return the events as a trace. Raises UnsupportedError, naming the file's line, if one is
-    invalid."""
+    """Return the events as a trace. Raises UnsupportedError, naming the line of a wrong one."""
     events = tuple(events)
     for index, words in faults(events):
         raise UnsupportedError(f"{name}:{places[index]}: {words}")

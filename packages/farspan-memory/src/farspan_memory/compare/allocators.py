@@ -130,8 +130,7 @@ class SimulatedOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks for one stream and either small or large requests, ordered by size and then
-    address."""
+    """Free blocks of one stream for small or for large requests, by size and then address."""
 
     small: bool
     stream: int
@@ -222,8 +221,7 @@ class CachingAllocator:
             self._recycle(block)
 
     def record_stream(self, tensor: int, stream: int) -> None:
-        """Note that another stream uses the tensor, whose memory is reused only after that stream's
-        work."""
+        """Note that another stream uses the tensor: its memory is reused only after that."""
         block = self._held[tensor]
         if block is not None and stream != block.pool.stream:
             block.streams.add(stream)
@@ -254,8 +252,7 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Take the smallest free block that is large enough; None if there is none or it is
-        refused."""
+        """Take the smallest free block that is large enough, or None, also if it is refused."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -264,8 +261,7 @@ class CachingAllocator:
 
     def _refused(self, size: int, fits: int) -> bool:
         """Return whether max_split_size forbids to use a free block of `fits` bytes: a block beyond
-        the limit serves no smaller request, nor a larger one that would leave too many bytes
-        unused."""
+        the limit serves no smaller request, nor one that would leave too many bytes unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
@@ -341,9 +337,8 @@ class CachingAllocator:
         return found >= wanted
 
     def _collect(self) -> None:
-        """Apply garbage_collection_threshold: while more than that share of the capacity is
-        reserved, free unused segments of at least average age, counted in searches since they
-        became free."""
+        """Apply garbage_collection_threshold: while more than that share is reserved, free unused
+        segments of at least average age, counted in searches since they became free."""
         target = self.reserved - int(self.settings.collect_at * self.capacity)
         whole = [
             block
@@ -398,8 +393,7 @@ class CachingAllocator:
         insort(block.pool.free, (block.size, block.address))
 
     def _join(self, block: CachedBlock) -> None:
-        """Merge a block with its free neighbours, if they are mapped as it is, or unmapped as it
-        is."""
+        """Merge a block with its free neighbours, if they are mapped or unmapped as it is."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped is block.mapped:
             self._unlist(before)

@@ -52,15 +52,13 @@ Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any
 
 @dataclass(frozen=True, slots=True)
 class DriverCost:
-    """Seconds of a driver call by the size of its handle: a table, and power laws between its
-    entries."""
+    """Seconds of a driver call by its handle's size: a table, with power laws between entries."""
 
     points: tuple[tuple[int, float], ...]  # bytes of a handle, ascending, and seconds
     source: str
 
     def seconds(self, size: int) -> float:
-        """Return the seconds of one call for a handle of `size` bytes, limited to the table's
-        range."""
+        """Return the seconds of a call for a handle of `size` bytes, within the table's range."""
         if size <= self.points[0][0]:
             return self.points[0][1]
         for (low, before), (high, after) in pairwise(self.points):
@@ -71,8 +69,7 @@ class DriverCost:
 
 
 def _of_table(*units: float) -> tuple[tuple[int, float], ...]:
-    """Convert a published table (relative cost of 2 GiB in handles of 2, 128 and 1,024 MiB) to
-    seconds of one call per handle size."""
+    """Convert a published table (cost of 2 GiB by size of handles) to seconds of one call."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
@@ -195,8 +192,7 @@ class Stitching:
 def contenders(
     chunks: Sequence[int] = CHUNKS, settings: Settings | None = None
 ) -> tuple[Contender, ...]:
-    """Return all allocators that serve a trace event by event; `settings` are for PyTorch's
-    allocators."""
+    """Return all allocators that serve a trace event by event; `settings` are for PyTorch's."""
 
     def stitching(chunk: int) -> Contender:
         name = f"{STITCHING}, {chunk / MIB:g} MiB"
@@ -350,8 +346,7 @@ def steps_of(trace: Trace) -> list[Step]:
 
 
 def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
-    """Return the marks of a trace as (position, name), where position is the share of the events
-    before the mark."""
+    """Return a trace's marks as (position, name); position is the share of events before it."""
     found, before = [], 0
     for event in trace.events:
         if isinstance(event, Mark):
@@ -386,8 +381,7 @@ def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
 def contend(
     rival: Contender, steps: Sequence[Step], peak: int, capacity: int | None, step: int
 ) -> AllocatorResult:
-    """Serve a trace with one rival: without a limit, with the least capacity, and with `capacity`
-    if given."""
+    """Serve a trace without a limit, with the least capacity, and with `capacity` if given."""
     unlimited = run(rival, steps, None)
     low = -(-peak // step)
     high = max(low, -(-unlimited.reserved_peak // step))

@@ -97,8 +97,7 @@ def write_program(
 def place_by_mip(
     requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
 ) -> Solution:
-    """Return the placement found by mixed-integer programming, or the greedy one if that is lower
-    or nothing else was found in time.
+    """Return the placement by mixed-integer programming, or the greedy one if that is lower.
 
     It is proved only if the solver's bound reaches its height beyond the tolerance, or the most
     bytes alive do. M_cap is the height of greedy placement, which is tighter than any device, or
@@ -143,8 +142,7 @@ def _proved(bound: float | None, cap: int) -> int:
 
 
 def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
-    """Solve the program with HiGHS: addresses and height are continuous, and the order of each pair
-    is binary."""
+    """Solve with HiGHS: addresses and height are continuous, the order of each pair is binary."""
     try:
         optimize, matrix = import_module("scipy.optimize"), import_module("scipy.sparse").csr_array
     except ImportError as error:
