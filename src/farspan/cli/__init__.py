@@ -204,7 +204,7 @@ PLAIN |= {
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that an output's encoding lacks, such as Latin-1 for a log, by ASCII."""
+    """Replace characters that an encoding lacks by similar ASCII, as an error handler."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]

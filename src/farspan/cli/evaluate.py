@@ -431,7 +431,7 @@ def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def show_evaluation(found: TextEvaluation) -> None:
-    """Print tables and a summary."""
+    """Print an evaluation as tables and a summary."""
     table = lines_table("loss by position", "tokens before", "predicted", "loss", "perplexity")
     for part in found.ranges:
         span = f"{write_tokens(part.begin)} to {write_tokens(part.end)}"
@@ -456,7 +456,7 @@ def show_evaluation(found: TextEvaluation) -> None:
 
 
 def show_needles(needles: Iterable[Needle]) -> None:
-    """Print the results of hidden sentences."""
+    """Print the results of needle-in-a-haystack tests."""
     known = tuple(needles)
     title = f"hidden sentences: {sum(n.found for n in known)} of {len(known)} found"
     table = lines_table(title, "depth", "tokens back", "answer", "log-prob", "best wrong", "")

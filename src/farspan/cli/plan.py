@@ -360,7 +360,7 @@ NEAR = 0.75  # similarity of a mistyped option, above that of merely similar wor
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """Return the command that words without options mean; a word's form decides its option."""
+    """Return the command meant by words without options, whose forms decide their options."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]

@@ -92,7 +92,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """Run backward on the mean over replicas, whose gradients a step sums."""
+            """Run backward on the loss divided by replicas: a step sums gradients."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas

@@ -535,7 +535,7 @@ class _Forward:
         return output(loss=-found["log_probs"].sum() / total, label_mask=mask, **found)
 
     def _rewards(self, inputs: dict[str, Any]) -> SequenceClassifierOutputWithPast:
-        """Return logits [batch, labels], each at its sequence's last token but padding."""
+        """Return logits [batch, labels], each at its sequence's last token before padding."""
         if inputs.pop("labels", None) is not None:
             raise UnsupportedError(
                 "labels: the loss of a reward model compares pairs; leave labels out"

@@ -176,7 +176,8 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Yield the bytes and the `most` largest causes of both tiers, or of those too small."""
+    """Yield the bytes and the `most` largest causes of each tier, or of tiers that are too
+    small."""
     tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
         tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
@@ -224,7 +225,7 @@ def _runners_up(plan: Plan) -> str:
 
 
 def _change_parts(plan: Plan) -> Iterator[list[str]]:
-    """Yield for each of the cheapest changes its lines of text."""
+    """Yield the lines of text about each of the cheapest changes."""
     if not plan.remedies:
         yield ["", *_folded(f"changes: {NOTHING_HELPS}; use fewer tokens, or larger GPUs")]
     for place, change in enumerate(change_words(plan)):
@@ -233,7 +234,7 @@ def _change_parts(plan: Plan) -> Iterator[list[str]]:
 
 
 def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
-    """Yield the cheapest changes that make a plan fit: step time, and same or other results."""
+    """Yield a line per cheap change that makes a plan fit: its step time, and its results."""
     for remedy in plan.remedies[:most]:
         gives = f"{write_seconds(remedy.seconds)} a step" if remedy.seconds else ""
         results = "the same results" if remedy.same else "other results"
@@ -324,7 +325,7 @@ ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
 
 
 def _wear(question: Question) -> str:
-    """Describe how long a drive takes per update, and the endurance that the update wears out."""
+    """Describe the seconds and the share of a drive's endurance that each update takes."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
         f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s at "
@@ -353,7 +354,7 @@ PLACES = {
 
 
 def loss_words(plan: Plan) -> Iterator[str]:
-    """Describe what a loss of log-probabilities costs per step, and its reference model."""
+    """Describe what a loss of log-probabilities, and its reference model, cost per step."""
     loss = plan.question.loss
     if not loss.is_cut:
         return
@@ -381,7 +382,7 @@ PAIRS = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
 
 
 def loss_json(plan: Plan) -> dict[str, Any]:
-    """Return for JSON the seconds per step without and with log-probabilities and reference."""
+    """Return the seconds per step in one pass, with log-probabilities, and with a reference."""
     if not plan.question.loss.is_cut:
         return {}
     one, cut, whole = loss_seconds(plan)
@@ -448,7 +449,7 @@ def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
 
 
 def seconds_table(plan: Plan) -> RenderableType:
-    """Return a table of a step's time, the busy time of each lane, tokens per second and MFU."""
+    """Return a table of a step's time, busy compute and copies, tokens per second and MFU."""
     seconds = plan.seconds
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
     waiting = seconds.exposed(overlap=plan.question.overlap)
@@ -585,8 +586,8 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 def spans_json(
     found: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
 ) -> dict[str, Any]:
-    """Return planned or measured spans as the trace of one process, with a row per lane. The trace
-    begins at 0, although a GPU's first copies may run before the recorded start of the step."""
+    """Return planned or measured spans as the trace of one process, with a row for compute and for
+    each kind of copy. It begins at 0, though first copies may run before the recorded start."""
     found = list(found)
     early = min((span.start for _, span in found), default=0.0)
     events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in found]
@@ -602,8 +603,8 @@ def _later(span: Span, seconds: float) -> Span:
 
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
-    """Return the program of the slowest rank and its spans: when each instruction keeps a lane
-    busy, in seconds from the step's start. The update comes last, unless it overlaps the next
+    """Return the program of the slowest rank and its spans: when instructions keep compute and
+    copies busy, in seconds from the step's start. The update is last, unless it overlaps the next
     step."""
     question = plan.question
     ranks = [program for _, program in programs(question, plan.schedule)]
@@ -626,7 +627,7 @@ def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
 
 
 def _in_line(prices: Prices) -> Iterator[Span]:
-    """Yield the spans of a step without overlap: one instruction and lane after the other."""
+    """Yield the spans of a step in which nothing overlaps, one after the other."""
     now = 0.0
     for index, instruction in enumerate(prices.program.instructions):
         cost = prices.of(instruction)
@@ -643,8 +644,8 @@ def _in_line(prices: Prices) -> Iterator[Span]:
 
 
 def _closing(prices: Prices, instruction: Instruction) -> float:
-    """Return the seconds that a step gathers the weights of a closed group of layers, and reduces
-    its gradients. The trace shows these where the group closes."""
+    """Return the seconds to gather the weights of a group of layers and to reduce its gradients.
+    The trace shows both where the group closes."""
     if not isinstance(instruction, Close):
         return 0.0
     program = prices.program

@@ -329,7 +329,7 @@ def _part(buffer: Buffer) -> str:
 
 
 class _Left(NamedTuple):
-    """A kind of tensor that a cell (layer, chunk) leaves, or the input of a group at `layer`."""
+    """Key of a tensor that a cell (layer, chunk) leaves in memory, or of a group's input."""
 
     kind: Kind
     layer: int
@@ -338,7 +338,7 @@ class _Left(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """Where the tensors of the cells on the page are, updated instruction by instruction."""
+    """Where the tensors of the cells on the page are stored, updated instruction by instruction."""
 
     program: Program
     layers: dict[int, int]  # layer to its row on the page
@@ -477,7 +477,7 @@ def _operation(i: Instruction) -> str:
 
 @dataclass(slots=True)
 class _Phase:
-    """Consecutive cells of one group that run in the same direction."""
+    """Consecutive cells of one group of layers that run in the same direction."""
 
     group: int
     forward: bool  # all cells run forward for the first time

@@ -160,7 +160,7 @@ class _StepMoments:
 
 @dataclass(slots=True)
 class _CellMemory:
-    """Planned device memory of cells outside the arena, instruction by instruction."""
+    """Planned device memory of cells, outside the arena of buffers, by instruction."""
 
     plan: Plan
     walked: evaluate.Walked
@@ -310,7 +310,7 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotDevice:
-    """Blocks of one device: placed in an arena of `height` bytes, and without addresses."""
+    """Memory blocks of a device, in an arena of `height` bytes or without addresses."""
 
     placed: list[MemoryBlock]
     rest: list[MemoryBlock]

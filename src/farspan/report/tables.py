@@ -58,7 +58,7 @@ def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
 
 
 def bar(share: float) -> str:
-    """Return a bar of characters for a share of 1, precise to an eighth of a column."""
+    """Return a bar of block characters for a share from 0 to 1, to an eighth of a column."""
     full, rest = divmod(round(8 * BAR * min(1.0, max(0.0, share))), 8)
     return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()
 

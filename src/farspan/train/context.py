@@ -157,8 +157,8 @@ def inspect_blank(
     kernels: Kernels,
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """Describe a model for the planner from its profile alone; the model may lack its weights.
-    `sizes` are the last entries that the profile's `_sizes` must have (default: the model's)."""
+    """Describe a model, which may lack its weights, from its configuration's profile, or from its
+    own if that has other `_sizes` than `sizes` (default: the model's total)."""
     model = boundary.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -41,8 +41,8 @@ def expect_memory(
     cells: Callable[[Program], int],
     values: int = 0,
 ) -> Expected:
-    """Estimate the memory of a step on a [batch, tokens] batch, and add the optimizer's. Raises
-    TooLarge if main memory cannot hold the step and the optimizer states."""
+    """Estimate the memory of a step on a [batch, tokens] batch, with the optimizer states. Raises
+    TooLarge if main memory cannot hold both."""
     found = estimate_memory(step, batch, tokens, values=values, cells=cells)
     # They exist, but the system hands out zeroed memory only at the first write.
     refuse_too_large(step, found, optimizer.untouched)
@@ -129,9 +129,9 @@ class _StackBlock(ctypes.Structure):
 
 
 def grow_stack() -> None:
-    """Grow the main thread's stack by 1 MiB now: if a limited address space (`ulimit -v`) is full
-    later, the system ends a process whose stack grows with SIGSEGV. Does nothing on other threads,
-    whose stacks have their full size, or if the stack may not take 4 MiB (`ulimit -s`)."""
+    """Grow the main thread's stack by 1 MiB now. If it grew later, when a limited address space
+    (`ulimit -v`) is full, the system would end the process by SIGSEGV. Does nothing on other
+    threads, whose stacks have their full size, or if the stack may not take 4 MiB (`ulimit -s`)."""
     most, _ = resource.getrlimit(resource.RLIMIT_STACK)
     small = most != resource.RLIM_INFINITY and most < 4 * MIB
     if threading.current_thread() is threading.main_thread() and not small:
@@ -228,7 +228,7 @@ def bare_machine(device: torch.device) -> MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Functions that tell the GPU's allocator of steps; None for an allocator without them."""
+    """Calls that tell the GPU's allocator when steps begin or change; None if it needs none."""
 
     begin_step: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None  # the following steps differ from the earlier ones

@@ -85,8 +85,8 @@ class _LogProbLoss:
 
     @contextmanager
     def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run forwards inside the block without gradients and without counting them in the update's
-        progress. A stop signal still ends them between two cells."""
+        """Run forwards in the block without gradients and outside the update's progress report; a
+        stop signal still ends them between two cells."""
         own = step.progress
         step.progress = progress or self._check
         try:

@@ -248,7 +248,7 @@ def _room(plan: Plan) -> str:
 
 
 def _miss(plan: Plan) -> str:
-    """Say how much a plan that does not fit needs, and has, of the memory that lacks most."""
+    """Say how many bytes a plan that does not fit needs and has, in the scarcest memory."""
     question = plan.question
     if question.machine.unified:  # one memory: a tier's limit excludes the other tier
         tiers = (plan.device.parts, plan.host.parts)

@@ -57,9 +57,9 @@ def is_adapters(path: Path) -> bool:
 
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
-    """If `model.path` is a folder of adapters, return their base model with such adapters, and the
-    folder. Return any other model unchanged, and None. Raises UnsupportedError naming the field,
-    also for quantised weights without adapters."""
+    """If `model.path` is a folder of adapters, return their base model with adapters configured
+    like them, and the folder. Return any other model unchanged, and None. Raises UnsupportedError
+    naming the field, also for quantised weights without adapters."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
         if model.quantize is not None and model.lora is None:
@@ -185,8 +185,8 @@ def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
 
 
 def latest(paths: Sequence[Path], read: Callable[[Path], T], note: Callable[[str], None]) -> T:
-    """Return `read(path)` of the latest checkpoint for which `read` raises no UnsupportedError.
-    Raises UnsupportedError if it raises one for all."""
+    """Return `read(path)` for the latest checkpoint that `read` accepts, trying older ones after an
+    UnsupportedError. Raises UnsupportedError if none is accepted."""
     problems: list[UnsupportedError] = []
     for path in reversed(paths):
         try:

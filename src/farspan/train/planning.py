@@ -167,7 +167,7 @@ class SchedulePolicy:
 
     def lighter(self, before: Choice, shortage: Shortage) -> Choice:
         """Return a version of the run file's schedule that takes less memory, without asking other
-        ranks. Raises UnsupportedError if there is none."""
+        ranks. Raises UnsupportedError without one."""
         ctx = self._ctx
         found = ctx.inspected or InspectedModel(ctx.describe())
         machine = bare_machine(ctx.device)
@@ -264,7 +264,7 @@ class SchedulePolicy:
 
 
 def _renewed(plan: Plan | None, question: Question) -> Plan | None:
-    """Return a plan restated for `question`, if it plans the same step with as much room."""
+    """Return a plan as the answer to `question`, if it plans the same step with as much room."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -314,7 +314,7 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function that predicts the bytes of a step in addition to its program's buffers.
+    """Return a function that predicts what a step's memory holds besides program buffers.
 
     The model's profile predicts them, and the first step measures them. For ranks that share a
     step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights

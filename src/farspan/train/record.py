@@ -170,7 +170,7 @@ class StepRecorder:
     update: tuple[Any, Any] | None = None  # marks before and after it
 
     def follow(self, program: Program) -> Callable[[Instruction], None]:
-        """Begin to record a program, and return the callback for its instructions."""
+        """Begin to record a program, and return the callback to run after each instruction."""
         walk = WatchedProgram(program)
         self.walks.append(walk)
         held, known = self.gradient_bytes() if self.meter else 0, set[object]()
@@ -295,9 +295,9 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause, at the fullest instruction of each
-    frame; a constant cause is one number. `held` are the device's bytes before the step (on a CPU,
-    those of main memory), and `peak` is the measured peak above them."""
+    """Return planned and measured bytes of a step by cause: one number, or one per frame of the
+    report's drawing, at its fullest instruction. `held` are the device's bytes before the step (on
+    a CPU, those of main memory), and `peak` is the measured peak above them."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(walk.peaks, at)
     buffers = _buffers(walk.program, tiers, places)
@@ -322,7 +322,7 @@ def memory_json(
 
 
 def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
-    """Return for each frame the index of its instruction with the highest peak bytes."""
+    """Return the index of the instruction with the highest peak bytes, for each frame."""
     values, found, start = np.array(peaks, np.int64), list[int](), 0
     for end in at.ends:
         stop = min(end, len(values))

@@ -242,7 +242,7 @@ def _check_window(
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse preference pairs without a loss of pairs, and the reverse, by the data's records."""
+    """Refuse preference pairs if the loss takes no pairs, and other records if it does."""
     kind, paired = run.objective.kind, {p.stores[0].middles is not None for p in corpus.parts}
     if run.objective.paired and paired != {True}:
         raise UnsupportedError(f"data.format: {UNPAIRED.format(kind)}")
@@ -328,7 +328,7 @@ def load_run_tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def embedded_rows(run: RunConfig) -> int:
-    """Return the least embedding rows: the tokenizer's ids if the run resizes, else 0."""
+    """Return the embedding rows that the run needs if it resizes them, else 0."""
     return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 

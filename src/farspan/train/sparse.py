@@ -107,7 +107,7 @@ def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """Return the selector of pages of a run; None takes the most votes. Raises UnsupportedError."""
+    """Return the run's selector of pages; None: take the most votes. Raises UnsupportedError."""
     share = fraction_of(given, schedule, context)
     if schedule.sparse is None:
         return share

@@ -267,8 +267,8 @@ class HostStates:
                     yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
 
     def _bring(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
-        """Start to copy a slice's gradient, and its weight if that has no master copy, to main
-        memory. See Note: [A weight that has not left]."""
+        """Start to copy a slice's gradient, or also its weight, to main memory. See Note: [A weight
+        that has not left]."""
         if not self._passes:
             return
         parameter = self._parameters[piece.name]
@@ -424,7 +424,7 @@ class ScratchFile:
             raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
-        """Put writes through the mapping on the drive for direct reads, and free its pages."""
+        """Write changes of the mapping to the drive, for direct reads, and free its pages."""
         if self.direct:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
@@ -450,8 +450,8 @@ class ScratchFile:
 
 @dataclass(slots=True)
 class _DiskSlot:
-    """Buffer for the master copy and moments of one slice, and the requests that fill or write it.
-    Invariant: `memory` is used only after `wait`."""
+    """Buffer of a slice's master copy and moments, with its pending requests. Invariant: `memory`
+    is used only after `wait`."""
 
     memory: Tensor  # uint8 [3 or 2, bytes]
     requests: list["Future[None]"] = field(default_factory=list)

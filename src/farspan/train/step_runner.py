@@ -527,8 +527,8 @@ class Batches:
 
     def held_out(self) -> list[Micro]:
         """Return this replica's batches for evaluation, spread over all held-out sequences so that
-        one long document does not dominate. Every replica gets the same number; batches that fill
-        up have no token with a target."""
+        one long document does not dominate. Every replica gets the same number; batches that only
+        pad this number have no token with a target."""
         packing, replicas = self.ctx.corpus.held_out, self.replicas
         assert packing is not None, "there is something to evaluate on"
         there = packing.sequences_per_epoch()

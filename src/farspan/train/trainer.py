@@ -409,8 +409,7 @@ class TrainingLoop:
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
-        held-out data. Returns which it is, or saves and raises Diverged, unless the run skips
-        it."""
+        held-out data. Returns which, or saves and raises Diverged, unless the run skips it."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.

@@ -77,7 +77,7 @@ class Session:
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
         """Make a device follow a plan from its next iteration on. If the arena does not fit,
-        another stream would have to wait, or tensors of the previous plan live, warn and go on
+        another stream would have to wait, or the previous plan has live tensors, warn and go on
         stitching."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it

@@ -122,7 +122,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """Bytes that are needed for a time."""
+    """A number of bytes that is needed for some time."""
 
     size: int  # bytes
     born: int

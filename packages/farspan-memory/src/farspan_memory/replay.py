@@ -74,7 +74,7 @@ def digest(trace: Trace) -> str:
 
 
 def rounded(requests: Sequence[PlacementRequest], alignment: int) -> tuple[PlacementRequest, ...]:
-    """Round sizes up to the alignment, which then also holds for addresses without gaps."""
+    """Round sizes up to the alignment, so that addresses without gaps are aligned too."""
     return tuple(replace(r, size=-(-r.size // alignment) * alignment) for r in requests)
 
 

@@ -203,7 +203,7 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
 
 
 class _Reading:
-    """Converter of a device's snapshot entries to events. An address is one tensor while it
+    """Converter of one device's snapshot entries to events. A tensor is an address while it
     lives."""
 
     def __init__(self, name: str, device: int) -> None:

@@ -221,7 +221,7 @@ class CachingAllocator:
             self._recycle(block)
 
     def record_stream(self, tensor: int, stream: int) -> None:
-        """Note that another stream uses the tensor: its memory is reused only after that."""
+        """Note that another stream uses the tensor, whose memory must wait for that use."""
         block = self._held[tensor]
         if block is not None and stream != block.pool.stream:
             block.streams.add(stream)
@@ -252,7 +252,7 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Take the smallest free block that is large enough, or None, also if it is refused."""
+        """Take the smallest free block of enough bytes; None without one or if it is refused."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -260,8 +260,9 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids to use a free block of `fits` bytes: a block beyond
-        the limit serves no smaller request, nor one that would leave too many bytes unused."""
+        """Return whether max_split_size forbids the use of a free block of `fits` bytes: a block
+        beyond the limit serves no smaller request, nor one that would leave too many bytes
+        unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
@@ -321,7 +322,7 @@ class CachingAllocator:
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Release free blocks beyond max_split_size: one that is large enough for the request, else
-        the largest until their sum is. Returns whether enough was released."""
+        the largest ones until they suffice together. Returns whether they do."""
         limit = self.settings.max_split
         if limit == UNLIMITED:
             return False
