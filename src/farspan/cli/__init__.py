@@ -244,8 +244,7 @@ class Notices(logging.Formatter):
 
 
 def main(called: Callable[[], Any] = app) -> None:
-    """Run the command line. A user's error is printed as one clear message, never as a
-    traceback."""
+    """Run the command line. A user's error is printed as a clear message, never as a traceback."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     if not sys.stderr.isatty():  # tqdm reads it at import; hides bars of loading and tokenizing
         os.environ.setdefault("TQDM_DISABLE", "1")

@@ -106,10 +106,10 @@ def profile_command(
         return
     ours = kernels and dtype != "float64"
     found = measure(config, Variant(dtype, lora, ours, ours), model)
-    print(json.dumps(store.to_json([found])[0]) if as_json else _text(found))
+    print(json.dumps(store.to_json([found])[0]) if as_json else _profile_text(found))
 
 
-def _text(profile: ModelProfile) -> str:
+def _profile_text(profile: ModelProfile) -> str:
     """Return a profile as text, with a line for each kind of layer."""
     rows = [f"{profile.spec.name}: {profile.spec.parameters:,} parameters, {profile.variant.key()}"]
     for number in range(len(profile.kinds)):

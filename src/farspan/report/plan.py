@@ -134,7 +134,7 @@ def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> lis
     head = [*_folded(answer(plan)), *_folded(subject(plan)), ""]
     end, said, lines = ["", ALL], list(_change_parts(plan)), head
     if plan.fits:
-        first, *others = map(_folded, _words_of(plan, run_file))
+        first, *others = map(_folded, _fitting_lines(plan, run_file))
         end, said = [ALL], [["", *first], *others]
     for most in CAUSES if plan.fits else CAUSES[1:]:
         lines = [*head, *_tier_lines(plan, most)]
@@ -146,7 +146,7 @@ def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> lis
     return [*lines, *end]
 
 
-def _words_of(plan: Plan, run_file: str) -> Iterator[str]:
+def _fitting_lines(plan: Plan, run_file: str) -> Iterator[str]:
     """Yield the lines about a plan that fits, the most important first."""
     yield _step_words(plan)
     yield _schedule_sentence(plan)
@@ -176,8 +176,7 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Yield the bytes and the `most` largest causes of each tier, or of tiers that are too
-    small."""
+    """Yield the bytes and the `most` largest causes of each tier, or of each too small one."""
     tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
         tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
@@ -305,11 +304,11 @@ def notes(plan: Plan) -> Iterator[str]:
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
     if question.optimizer is Optimizer.DISK:
-        yield _wear(question)
+        yield _drive_wear(question)
     if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:
         yield EIGHT_BIT
     if question.nf4:
-        yield from _packed(question)
+        yield from _quantisation_note(question)
     yield from loss_words(plan)
     if question.sparse is not None:
         yield SPARSE if plan.hides else SEES_ALL
@@ -324,7 +323,7 @@ def notes(plan: Plan) -> Iterator[str]:
 ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
 
 
-def _wear(question: Question) -> str:
+def _drive_wear(question: Question) -> str:
     """Describe the seconds and the share of a drive's endurance that each update takes."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
@@ -390,7 +389,7 @@ def loss_json(plan: Plan) -> dict[str, Any]:
     return {"seconds_of_loss": dict(zip(names, (one, cut, whole), strict=True))}
 
 
-def _packed(question: Question) -> Iterator[str]:
+def _quantisation_note(question: Question) -> Iterator[str]:
     """Warn if 4-bit quantisation saves less than half of the bytes of the weights."""
     model = question.model
     plain = model.parameters * model.element_bytes
@@ -438,8 +437,7 @@ def _spare(budget: Budget) -> str:
 
 
 def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
-    """Return a table of a tier's bytes by cause, the largest first; bars are shares of its
-    limit."""
+    """Return a table of a tier's bytes by cause, the largest first, with bars for shares."""
     used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
     used += f", {write_bytes(reserve)} in reserve" if reserve else ""
     whole = max(budget.limit, budget.total)
@@ -449,7 +447,7 @@ def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
 
 
 def seconds_table(plan: Plan) -> RenderableType:
-    """Return a table of a step's time, busy compute and copies, tokens per second and MFU."""
+    """Return a table of a step's time, its compute and copies, tokens per second and MFU."""
     seconds = plan.seconds
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
     waiting = seconds.exposed(overlap=plan.question.overlap)
@@ -617,7 +615,7 @@ def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
     question = plan.question
     prices = Prices(question, program, together=question.overlap)
     beside = update_overlaps(question)
-    busy = spans(prices, beside=beside) if question.overlap else tuple(_in_line(prices))
+    busy = spans(prices, beside=beside) if question.overlap else tuple(_serial_spans(prices))
     end = max((span.end for span in busy), default=0.0)
     update = plan.seconds.optimizer + plan.seconds.beside
     if update:
@@ -626,7 +624,7 @@ def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
     return busy
 
 
-def _in_line(prices: Prices) -> Iterator[Span]:
+def _serial_spans(prices: Prices) -> Iterator[Span]:
     """Yield the spans of a step in which nothing overlaps, one after the other."""
     now = 0.0
     for index, instruction in enumerate(prices.program.instructions):
@@ -634,7 +632,7 @@ def _in_line(prices: Prices) -> Iterator[Span]:
         parts = (
             ("fetch", cost.fetch),
             ("compute", cost.compute + cost.host),
-            ("collective", cost.collective + _closing(prices, instruction)),
+            ("collective", cost.collective + _group_seconds(prices, instruction)),
             ("evict", cost.evict),
         )
         for lane, seconds in parts:
@@ -643,7 +641,7 @@ def _in_line(prices: Prices) -> Iterator[Span]:
                 now += seconds
 
 
-def _closing(prices: Prices, instruction: Instruction) -> float:
+def _group_seconds(prices: Prices, instruction: Instruction) -> float:
     """Return the seconds to gather the weights of a group of layers and to reduce its gradients.
     The trace shows both where the group closes."""
     if not isinstance(instruction, Close):

@@ -115,8 +115,7 @@ def step_json(
     plan: Plan, frames: int = FRAMES, rows: int = ROWS_SHOWN, columns: int = COLUMNS_SHOWN
 ) -> dict[str, Any]:
     """Return a plan's step as data for `farspan.step` of the page: the `time` of each frame
-    (seconds from the step's start), memory by tier and cause, and the walk over layers and
-    chunks."""
+    (seconds from the step's start), memory by tier and cause, and the order of layers and cells."""
     program, spans = step_spans(plan)
     begins = {span.index: span.start for span in spans if span.lane == "compute"}
     end = max((span.end for span in spans), default=0.0)
@@ -146,7 +145,7 @@ def drawn_walk(
         "time": [_rounded(when, end) for when in _times(at, begins)],
         "walk": walk_json(program, at, layers, chunks),
         "phases": list(_phases(program, begins, end)),
-        "thinned": _thinned(program, at, len(layers), len(chunks)),
+        "thinned": _omitted_words(program, at, len(layers), len(chunks)),
     }
 
 
@@ -276,9 +275,8 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
-    """Return a tier's memory by cause over the frames, as data for the page, the lowest in the
-    chart first. A constant cause is a number of bytes; a varying one is a list with one value per
-    frame, at its fullest instruction, in multiples of `unit` bytes."""
+    """Return a tier's memory by cause, the lowest in the chart first. A constant cause has its
+    bytes; a varying one has a value per frame, of its fullest instruction, in `unit` bytes."""
     varying = _of_buffers(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
@@ -306,7 +304,7 @@ def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[
             if buffer.tier is not tier:
                 continue
             size = buffer.bytes if isinstance(i, Allocate) else -buffer.bytes
-            live[_part(buffer)] += size
+            live[_budget_part(buffer)] += size
             total += size
             if total > most:
                 most, fullest = total, dict(live)
@@ -319,7 +317,7 @@ def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[
     return dict(fullest_by_part)
 
 
-def _part(buffer: Buffer) -> str:
+def _budget_part(buffer: Buffer) -> str:
     """Return the cause that counts a buffer's bytes, as in `evaluate.arena_parts`."""
     is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
     return "slots" if is_slot else str(buffer.kind)
@@ -328,7 +326,7 @@ def _part(buffer: Buffer) -> str:
 # -- the walk --------------------------------------------------------------------------------------
 
 
-class _Left(NamedTuple):
+class _CellTensor(NamedTuple):
     """Key of a tensor that a cell (layer, chunk) leaves in memory, or of a group's input."""
 
     kind: Kind
@@ -343,10 +341,10 @@ class _Grid:
     program: Program
     layers: dict[int, int]  # layer to its row on the page
     chunks: dict[int, int]  # chunk to its column on the page
-    holders: dict[_Left, set[str]] = field(default_factory=lambda: defaultdict(set))
-    held: dict[str, set[_Left]] = field(default_factory=lambda: defaultdict(set))
+    holders: dict[_CellTensor, set[str]] = field(default_factory=lambda: defaultdict(set))
+    held: dict[str, set[_CellTensor]] = field(default_factory=lambda: defaultdict(set))
     phases: dict[tuple[int, int], int] = field(default_factory=dict)
-    changed: set[_Left] = field(default_factory=set)
+    changed: set[_CellTensor] = field(default_factory=set)
 
     def follow(self, i: Instruction) -> None:
         match i:
@@ -372,20 +370,24 @@ class _Grid:
             if buffer is not None:
                 self._put(buffer, i.chunk, i.layer)
         if i.graph:
-            self._hold(f"graph of {i.layer}, {i.chunk}", _Left(Kind.ACTIVATIONS, i.layer, i.chunk))
+            self._hold(
+                f"graph of {i.layer}, {i.chunk}", _CellTensor(Kind.ACTIVATIONS, i.layer, i.chunk)
+            )
 
     def _phase(self, layer: int, chunk: int, phase: int) -> None:
         if layer in self.layers and chunk in self.chunks:
             self.phases[layer, chunk] = phase
-            self.changed.add(_Left(Kind.KV, layer, chunk))
+            self.changed.add(_CellTensor(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
         """Note which chunk's tensors a buffer holds, unless it only stages copies (layer < 0)."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
-            self._hold(name, _Left(buffer.kind, buffer.layer if layer is None else layer, chunk))
+            self._hold(
+                name, _CellTensor(buffer.kind, buffer.layer if layer is None else layer, chunk)
+            )
 
-    def _hold(self, name: str, cell: _Left) -> None:
+    def _hold(self, name: str, cell: _CellTensor) -> None:
         if cell.chunk not in self.chunks:
             return
         self.holders[cell].add(name)
@@ -402,7 +404,7 @@ class _Grid:
         buffers = self.program.buffers
         tiers = (
             buffers[name].tier if name in buffers else Tier.DEVICE
-            for name in self.holders[_Left(kind, layer, chunk)]
+            for name in self.holders[_CellTensor(kind, layer, chunk)]
         )
         return max((PLACE[tier] for tier in tiers), default=0)
 
@@ -434,7 +436,7 @@ def walk_json(
             else:
                 row, states, value = rows.get(layer), cells, walked.state(layer, chunk)
             if row is not None:
-                _note(states[row * len(columns) + columns[chunk]], frame, value)
+                _add_state(states[row * len(columns) + columns[chunk]], frame, value)
         walked.changed.clear()
         start = end
     shown = [program.instructions[index] for index in at.shown]
@@ -452,7 +454,7 @@ def walk_json(
     }
 
 
-def _note(states: list[int], frame: int, state: int) -> None:
+def _add_state(states: list[int], frame: int, state: int) -> None:
     """Add a state that begins in this frame, unless it equals the previous state."""
     if states[1::2][-1:] == [state]:
         return
@@ -491,7 +493,7 @@ class _Phase:
         return [
             " and ".join(self.kinds),
             _span(layers[0], layers[-1]),
-            _there(chunks),
+            _chunk_order(chunks),
             _rounded(self.begin, end),
             _rounded(end - self.begin, end),
         ]
@@ -501,7 +503,7 @@ def _span(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first} to {last}"
 
 
-def _there(chunks: list[int]) -> str:
+def _chunk_order(chunks: list[int]) -> str:
     """Describe in which order a pass visits its chunks."""
     if chunks[0] == chunks[-1]:
         turn = max(chunks, key=lambda chunk: abs(chunk - chunks[0]))
@@ -550,7 +552,7 @@ def _passes(program: Program, begins: Mapping[int, float]) -> Iterator[_Phase]:
         yield phase
 
 
-def _thinned(program: Program, at: StepFrames, rows: int, columns: int) -> str:
+def _omitted_words(program: Program, at: StepFrames, rows: int, columns: int) -> str:
     """Describe which layers, chunks and cells the page leaves out; empty if it shows all."""
     layers = sum(stop - first for first, stop in (program.groups[g] for g in program.own_groups()))
     chunks, parts = len(program.chunks), list[str]()

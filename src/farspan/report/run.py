@@ -202,10 +202,10 @@ def run_json(run: RunRecord, name: str) -> Values:
         return _shown(run, name)
     except WRONG as error:
         why = f"it has a value that this version cannot read ({error!r:.80})"
-        raise _damaged(_culprit(run), why) from error
+        raise _damaged(_damaged_file(run), why) from error
 
 
-def _culprit(run: RunRecord) -> Path:
+def _damaged_file(run: RunRecord) -> Path:
     """Return the damaged file of a run folder: the one without which the page can be made."""
     files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
     for name, file in files.items():

@@ -132,10 +132,10 @@ def _walk(schedule: Schedule, layers: int, chunks: int) -> str:
         return f"{cut}, layer by layer"
     if len(set(sizes)) == 1:
         return f"{cut}, {len(sizes)} groups of {sizes[0]} layers"
-    return f"{cut}, {len(sizes)} groups of {_runs(sizes)} layers"
+    return f"{cut}, {len(sizes)} groups of {_run_lengths(sizes)} layers"
 
 
-def _runs(sizes: tuple[int, ...]) -> str:
+def _run_lengths(sizes: tuple[int, ...]) -> str:
     """Shorten repeated group sizes: `3, 4 x 7` is one group of 3 layers and seven groups of 4."""
     runs: list[list[int]] = []
     for size in sizes:

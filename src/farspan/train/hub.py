@@ -202,12 +202,12 @@ def card_of(folder: Path, step: int) -> str:
     changed it. Raises UnsupportedError if config.yaml cannot be read."""
     path = folder / "model" / CARD
     before = path.read_text("utf-8", errors="replace") if path.is_file() else None
-    if before is not None and not _is_own(before):
+    if before is not None and not _is_unchanged(before):
         return before
     run, about = load_run(folder / "config.yaml", trusted=True), read_about(folder)
     values = {k: v for k, v in _metadata(run).items() if v}
     with parsing(folder / ABOUT):
-        said = list(_rows(run, about, folder, step))
+        said = list(_card_rows(run, about, folder, step))
     rows = [f"| {name} | {_cell(text)} |" for name, text in said if text]
     base, adapters = base_words(run), run.model.lora is not None
     how = (
@@ -226,7 +226,7 @@ def card_of(folder: Path, step: int) -> str:
     return f"{text}\n<!-- farspan: {hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
-def _is_own(card: str) -> bool:
+def _is_unchanged(card: str) -> bool:
     """Return whether the card is unchanged since farspan wrote it."""
     seal = _SEAL.search(card)
     return seal is not None and seal[1] == hashlib.sha256(card[: seal.start()].encode()).hexdigest()
@@ -248,7 +248,7 @@ def _metadata(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def _rows(
+def _card_rows(
     run: RunConfig, about: dict[str, Any], folder: Path, step: int
 ) -> Iterator[tuple[str, str]]:
     """Yield the card's rows (name, value) about the base model, the data, and the training."""
@@ -284,7 +284,7 @@ def _rows(
     yield "attention", attention_words(run)
     yield "schedule", f"{about.get('strategy') or 'as written'}, seed {run.seed}"
     with parsing(folder / METRICS):
-        yield from list(_measured(folder, step))
+        yield from list(_measured_rows(folder, step))
     machine = about.get("machine", {})
     layout = {axis: n for axis, n in about.get("layout", {}).items() if axis != "fsdp" and n > 1}
     ranks = ", ".join(f"{axis} {n}" for axis, n in layout.items())
@@ -294,7 +294,7 @@ def _rows(
     yield "versions", ", ".join(f"{name} {number}" for name, number in versions.items() if number)
 
 
-def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
+def _measured_rows(folder: Path, step: int) -> Iterator[tuple[str, str]]:
     """Yield the card's rows for the steps up to this one: tokens, time and losses."""
     lines = list(read_metrics(folder / METRICS))  # empty if the run has no step
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]

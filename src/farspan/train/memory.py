@@ -252,10 +252,10 @@ def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemor
                 f"allocator: this process already uses {before.mode}, which PyTorch cannot change; "
                 f"train with {name} in a new process"
             )
-    tell = partial(_tell, device.index)
+    tell = partial(_call_allocator, device.index)
     return DeviceMemory(partial(tell, native.begin_iteration), partial(tell, native.forget))
 
 
-def _tell(index: int | None, call: Callable[[int | None], None]) -> None:
+def _call_allocator(index: int | None, call: Callable[[int | None], None]) -> None:
     with allocator_package():
         call(index)

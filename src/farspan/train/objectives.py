@@ -57,14 +57,14 @@ class _LogProbLoss:
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
         """Run forward and backward on a batch, and return its share of the loss and metrics."""
         with torch.enable_grad():
-            found = self._parts(step, micro, total, "train")
+            found = self._batch_shares(step, micro, total, "train")
             found["loss"].backward()
         return {name: value.detach() for name, value in found.items()}
 
     @torch.no_grad()
     def evaluate(self, step: Step, micro: Micro, total: int) -> Sums:
         """Return a batch's share of the loss and metrics, without gradients."""
-        return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
+        return {n: float(v) for n, v in self._batch_shares(step, micro, total, "held_out").items()}
 
     def gather_sums(self, sums: Sequence[Sums]) -> dict[str, float]:
         """Return the loss and its metrics, summed over all batches and replicas."""
@@ -72,7 +72,7 @@ class _LogProbLoss:
         found = self.ctx.world.gather_replicas([own])
         return {name: sum(one[name] for one in found) for name in own}
 
-    def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
+    def _batch_shares(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
         """Return one batch's share of the loss and of each metric, as tensors by name; only `loss`
         is part of the autograd graph. `part` names the data: "train" or "held_out"."""
         raise NotImplementedError
@@ -111,9 +111,9 @@ class PreferenceLoss(_LogProbLoss):
         self._stored: dict[str, Tensor] | None = None  # [pairs, 2] float64; NaN: not computed
 
     def total(self, micros: list[Micro]) -> int:
-        return max(1, self.batches.over_replicas(sum(len(_numbers(m)) for m in micros)))
+        return max(1, self.batches.over_replicas(sum(len(_pair_numbers(m)) for m in micros)))
 
-    def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
+    def _batch_shares(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
         reference = self._references(step, micro, part)
         policy, loss = self._answers(step, micro), self.loss
         both = policy[:, 0], policy[:, 1]
@@ -167,7 +167,7 @@ class PreferenceLoss(_LogProbLoss):
                 with self.watched(step), adapters_off(self.ctx.model):
                     return self._answers(step, micro)
         dtype = torch.float64 if self.ctx.model.dtype == torch.float64 else torch.float32
-        return torch.zeros(len(_numbers(micro)), 2, dtype=dtype, device=micro.input_ids.device)
+        return torch.zeros(len(_pair_numbers(micro)), 2, dtype=dtype, device=micro.input_ids.device)
 
     def _look_up(self, micro: Micro, part: str) -> Tensor:
         if self._stored is None:
@@ -178,7 +178,7 @@ class PreferenceLoss(_LogProbLoss):
                 "weights that it was computed with have already been trained; restore it, or begin "
                 "again in another folder"
             )
-        rows = self._stored[part][list(_numbers(micro))]
+        rows = self._stored[part][list(_pair_numbers(micro))]
         if rows.isnan().any():
             raise UnsupportedError(
                 f"loss.reference: {self._path} lacks log-probabilities of some pairs of this step "
@@ -213,7 +213,7 @@ class PreferenceLoss(_LogProbLoss):
         for place, micro in enumerate(micros):
             self.observer.interrupt.passed(StopPoint.BATCH)
             with self.watched(step, partial(self.observer.evaluating, place, count)):
-                rows += zip(_numbers(micro), self._answers(step, micro).tolist(), strict=True)
+                rows += zip(_pair_numbers(micro), self._answers(step, micro).tolist(), strict=True)
         table = torch.full((packing.documents(), 2), torch.nan, dtype=torch.float64)
         for number, values in self.ctx.world.gather_replicas(rows):
             table[number] = torch.tensor(values, dtype=torch.float64)
@@ -244,7 +244,7 @@ class DistillationLoss(_LogProbLoss):
     """Distance between student and teacher, over the k ids that are likeliest by the teacher,
     averaged over trained tokens."""
 
-    def _parts(
+    def _batch_shares(
         self,
         step: Step,
         micro: Micro,
@@ -262,7 +262,7 @@ class DistillationLoss(_LogProbLoss):
         return {"loss": losses.distillation(student, known, trained).sum() / total}
 
 
-def _numbers(micro: Micro) -> tuple[int, ...]:
+def _pair_numbers(micro: Micro) -> tuple[int, ...]:
     """Return the numbers of the preference pairs in the batch, row by row."""
     return tuple(number for row in micro.batch.pairs for number in row)
 

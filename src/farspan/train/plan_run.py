@@ -181,7 +181,7 @@ def question_of_run(
         run = replace(run, host_memory=None)
     if "optimizer" not in asked or asked["optimizer"] == AUTO:
         question = replace(question, open=open_of(run))
-    return QuestionOfRun(run, _shared(run, question, gpus))
+    return QuestionOfRun(run, _for_devices(run, question, gpus))
 
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
@@ -223,7 +223,7 @@ def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     return replace(run, optimizer=replace(run.optimizer, states=StatesPlace(known)))
 
 
-def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
+def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Question:
     """Return the question for all devices that share the run, within the memory that the run file
     allows."""
     machine = question.machine

@@ -194,7 +194,7 @@ class SchedulePolicy:
         ctx = self._ctx
         if self._is_planned:
             self._limit(ask(ctx, self._progress))
-        ran_out = self._ran_out()
+        ran_out = self._earlier_shortage()
         if ran_out is not None:
             said = f"memory ran out before: {ran_out[1].message}"
             try:
@@ -215,7 +215,7 @@ class SchedulePolicy:
                 return before
         return self._choose(self._question)
 
-    def _ran_out(self) -> tuple[Choice, Shortage] | None:
+    def _earlier_shortage(self) -> tuple[Choice, Shortage] | None:
         """Return the schedule and the shortage of an earlier part of the run that ended because one
         rank alone ran out of memory. Returns None if no part did, or if its machine, layout or
         schedule differ from the present ones."""
@@ -240,7 +240,7 @@ class SchedulePolicy:
             return self.lighter(before, shortage)
         assert self._question is not None, "there was a first choice"
         machine, near = self._question.machine, self._question.near()
-        device, host = _less(before.plan.device), near * _less(before.plan.host)
+        device, host = _retry_bytes(before.plan.device), near * _retry_bytes(before.plan.host)
         if machine.unified:
             machine = replace(machine, host_bytes=min(machine.host_bytes, near * device + host))
         elif shortage.tier is Tier.DEVICE:
@@ -257,13 +257,15 @@ class SchedulePolicy:
         return self._question
 
     def _choose(self, question: Question) -> Choice:
-        plan = _renewed(self._ctx.placed.plan, question) or self._ctx.components.best_plan(question)
+        plan = _restated(self._ctx.placed.plan, question) or self._ctx.components.best_plan(
+            question
+        )
         if not plan.fits:
             raise UnsupportedError(explain_none_fits(plan))
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
-def _renewed(plan: Plan | None, question: Question) -> Plan | None:
+def _restated(plan: Plan | None, question: Question) -> Plan | None:
     """Return a plan as the answer to `question`, if it plans the same step with as much room."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
@@ -300,7 +302,7 @@ def _share(what: str, fraction: float, tier: Tier) -> str:
     return f"{what} {fraction:.0%} on {tier}" if fraction > 0 else f"{what} not kept"
 
 
-def _less(budget: Budget) -> int:
+def _retry_bytes(budget: Budget) -> int:
     """Return the bytes that the next plan may take of a tier that ran out of memory."""
     fixed = fixed_bytes(budget)
     return fixed + int(RETRY_SHARE * (budget.total - fixed))
@@ -314,7 +316,7 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function that predicts what a step's memory holds besides program buffers.
+    """Return a function that predicts the bytes of a step besides its program's buffers.
 
     The model's profile predicts them, and the first step measures them. For ranks that share a
     step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights
@@ -370,7 +372,7 @@ class StepPlanner:
         )
         asked = with_weights_there(asked) if on_host else asked
         gradients = (p.grad for p in parameters if p.grad is not None)
-        size = held_bytes if sharded is None else _bytes_here
+        size = held_bytes if sharded is None else _local_bytes
         held = sum(size(p) for p in (*parameters, *gradients))
         free = least_free(world, held * (not on_host), held * on_host)
 
@@ -385,7 +387,7 @@ class StepPlanner:
             if plan.fits:
                 return plan
             raise UnsupportedError(
-                f"{explain_none_fits(plan)} (these are keys of a run file); {_typed(plan)}"
+                f"{explain_none_fits(plan)} (these are keys of a run file); {_api_advice(plan)}"
             )
 
         plan = world.run_on_rank0(planned, PLANNING)
@@ -404,12 +406,12 @@ def _world_of(device: torch.device, sharded: ShardedModel | None) -> Distributed
     return DistributedContext(device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout)
 
 
-def _bytes_here(weight: torch.Tensor) -> int:
+def _local_bytes(weight: torch.Tensor) -> int:
     """Return the bytes of the part of a weight that this rank holds."""
     return 0 if weight.is_meta else local(weight).nbytes
 
 
-def _typed(plan: Plan) -> str:
+def _api_advice(plan: Plan) -> str:
     """Return advice for users of the Python API, who have no run file, when no plan fits."""
     own = (
         "for an optimizer other than float32 AdamW, give the step farspan.plan(..., "

@@ -182,7 +182,7 @@ class StepRecorder:
             if self.meter is None:
                 return
             walk.peaks.append(self.meter.lap())
-            if _may_bring_gradients(instruction, known):
+            if _may_change_gradients(instruction, known):
                 held = self.gradient_bytes()
             walk.gradients.append(held)
 
@@ -271,7 +271,7 @@ def _lane(program: Program, instruction: Instruction) -> str:
             return "compute"
 
 
-def _may_bring_gradients(instruction: Instruction, known: set[object]) -> bool:
+def _may_change_gradients(instruction: Instruction, known: set[object]) -> bool:
     """Return whether an instruction may change the bytes of `.grad`: a group's Close may, and so
     may the first backward of each layer. `known` has the kinds and layers seen so far."""
     if isinstance(instruction, Close):
@@ -311,13 +311,13 @@ def memory_json(
         "tier": "main memory" if device.type == "cpu" else "device memory",
         "planned": {
             "peak": sum(fixed.values()) + arena,
-            "parts": _plain({**fixed, **gaps, **buffers}),
+            "parts": _nonzero({**fixed, **gaps, **buffers}),
         },
-        "measured": {"peak": sum(held.values()) + peak, "parts": _plain(measured)},
+        "measured": {"peak": sum(held.values()) + peak, "parts": _nonzero(measured)},
     }
     if device.type != "cpu":
         there = _buffers(walk.program, (Tier.HOST,), places)
-        found["host"] = _plain({**dict(_on_host(expected.parts)), **there})
+        found["host"] = _nonzero({**dict(_on_host(expected.parts)), **there})
     return found
 
 
@@ -364,7 +364,7 @@ def _on_host(parts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     return ((part, parts[name]) for part, name in names.items() if parts.get(name))
 
 
-def _plain(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
+def _nonzero(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
     """Return the causes with nonzero bytes, as plain numbers for JSON."""
     plain: dict[str, int | list[int]] = {}
     for part, sizes in parts.items():

@@ -169,12 +169,12 @@ class RunFolder:
         return self.path / "shortage.json"
 
     def __enter__(self) -> "RunFolder":
-        _refuse_other(self.name, "folder")
+        _refuse_wrong_kind(self.name, "folder")
         try:
             self.name.mkdir(parents=True, exist_ok=True)
             self.hold()
-            _refuse_other(self.checkpoints, "folder")
-            _refuse_other(self.path / ".lock", "file")
+            _refuse_wrong_kind(self.checkpoints, "folder")
+            _refuse_wrong_kind(self.path / ".lock", "file")
             if self.checkpoints.is_symlink() or (self.path / ".lock").is_symlink():
                 refuse_links(self.path)
             self.checkpoints.mkdir(exist_ok=True)
@@ -263,10 +263,10 @@ class RunFolder:
 
     def _refuse_in_the_way(self) -> None:
         for path in named_checkpoints(self.checkpoints):
-            _refuse_other(path, "folder")
+            _refuse_wrong_kind(path, "folder")
         for name in FILES:
-            _refuse_other(self.path / name, "file")
-        _refuse_other(self.model, "folder")
+            _refuse_wrong_kind(self.path / name, "file")
+        _refuse_wrong_kind(self.model, "folder")
         refuse_links(self.path)
         with readable(self.model):
             inside = os.listdir(self.model) if os.path.lexists(self.model) else []
@@ -343,7 +343,7 @@ class OthersFolder(RunFolder):
         """Do nothing: rank 0 removes shortage.json."""
 
 
-def _refuse_other(path: Path, kind: str) -> None:
+def _refuse_wrong_kind(path: Path, kind: str) -> None:
     """Raise UnsupportedError if `path` exists and is not a "file" or "folder" (`kind`)."""
     right = os.path.isdir(path) if kind == "folder" else os.path.isfile(path)
     if os.path.lexists(path) and not right:

@@ -107,7 +107,7 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     return replace(run, model=model, data=data, parallel=check_ranks(run.parallel, ranks))
 
 
-def _tell_reach(blank: Any, context: int, observer: Observer) -> None:
+def _warn_of_positions(blank: Any, context: int, observer: Observer) -> None:
     """Warn that the context exceeds the model's positions. Documents that are too long can be
     refused only after the data are read."""
     limit = context_limit(blank)
@@ -132,7 +132,7 @@ def make_context(
     memory = components.choose_allocator(run.allocator, world.device)
     tokenizer = cache(partial(load_run_tokenizer, run))
     blank, config = _blank_model(run, components, world, tokenizer)
-    _tell_reach(blank, run.context, observer)
+    _warn_of_positions(blank, run.context, observer)
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus = _open_data(run, tokenizer(), observer.preparing)
     _check_data(run, corpus, tokenizer(), blank, observer)
@@ -543,7 +543,7 @@ def introduce(ctx: RunContext) -> str:
     some = "" if trained == every else f", {trained:,} of them trained,"
     lines = [
         f"{run.folder}: {type(ctx.model).__name__} with {every:,} parameters{some} "
-        f"on {ctx.device}{_sharing(ctx.world)}",
+        f"on {ctx.device}{_ranks_words(ctx.world)}",
         *ctx.corpus.describe(run.context),
         f"optimizer states: {ctx.placed.describe()}",
     ]
@@ -566,7 +566,7 @@ def introduce(ctx: RunContext) -> str:
     return "\n".join(lines)
 
 
-def _sharing(world: DistributedContext) -> str:
+def _ranks_words(world: DistributedContext) -> str:
     """Return words for the number of ranks and how they share a step, or "" for one process."""
     axes = {axis: getattr(world.layout, axis) for axis in AXES}
     named = ", ".join(f"{axis} {extent}" for axis, extent in axes.items() if extent > 1)

@@ -161,7 +161,7 @@ class HostStates:
                 )
         self._parameters = parameters
         self._rule = rule
-        self._passes = weights is Tier.DEVICE
+        self._stages_weights = weights is Tier.DEVICE
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._copies = copies or CopyEngine(device, overlap=device.type == "cuda")
         # In-order copies on CUDA have no events for the CPU to wait for.
@@ -171,14 +171,14 @@ class HostStates:
         self._updates = {name: torch.zeros(()) for name in parameters}
         self._staged = staged_elements(sum(p.numel() for p in parameters.values()))
         self._slots: list[_StagingSlot] = []
-        self._lay_out(ranks, room)
+        self._allocate(ranks, room)
         self._began = False
         for name, parameter in parameters.items():
             widen_gradient(parameter)
             if is_low(parameter):
                 self._states[f"master/{name}"].copy_(parameter.detach())
 
-    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
+    def _allocate(self, ranks: ParallelContext | None, room: int | None) -> None:
         """Allocate master copies and moments, then the staging buffers."""
         lasting, address = sum(lasting_bytes(p) for p in self._parameters.values()), 0
         self._reserve(lasting, 0, ranks, room)
@@ -200,12 +200,12 @@ class HostStates:
     ) -> None:
         """Reserve an arena of `lasting` bytes plus the staging buffers; `beside` more bytes will be
         allocated elsewhere."""
-        parameters, staged = self._parameters.values(), self._staged * self._passes
+        parameters, staged = self._parameters.values(), self._staged * self._stages_weights
         widths = (accumulate_dtype(p.dtype).itemsize for p in parameters)
         gradient = staged * max(widths, default=0)
         weight = staged * max((p.itemsize for p in parameters), default=0)
         size = lasting + SLOTS * (gradient + weight)
-        advice = ADVICE if self._passes else ADVICE_BESIDE
+        advice = ADVICE if self._stages_weights else ADVICE_BESIDE
         refuse_beyond_together(ranks, size + beside, STATES_THERE, advice, room)
         self._arena.reserve(size)
         for i in range(SLOTS):
@@ -241,7 +241,7 @@ class HostStates:
         try:
             for index in range(len(pieces) + SLOTS - 1):
                 if index < len(pieces):
-                    self._bring(pieces[index], self._slots[index % SLOTS])
+                    self._copy_to_host(pieces[index], self._slots[index % SLOTS])
                 done = index - SLOTS + 1
                 if done >= 0:
                     piece, states_of = pieces[done], next(states)
@@ -266,10 +266,10 @@ class HostStates:
                 for start in range(0, parameter.numel(), self._staged):
                     yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
 
-    def _bring(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
+    def _copy_to_host(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
         """Start to copy a slice's gradient, or also its weight, to main memory. See Note: [A weight
         that has not left]."""
-        if not self._passes:
+        if not self._stages_weights:
             return
         parameter = self._parameters[piece.name]
         assert parameter.grad is not None, "a piece is of a parameter with a gradient"
@@ -298,12 +298,12 @@ class HostStates:
         config, parameter = self._rule.config, self._parameters[piece.name]
         assert parameter.grad is not None, "a piece is of a parameter with a gradient"
         count, there = piece.stop - piece.start, _part(parameter, piece)
-        out = slot.view(slot.weight, count, parameter.dtype) if self._passes else there
+        out = slot.view(slot.weight, count, parameter.dtype) if self._stages_weights else there
         _await(slot.arrived)  # Note: [A gradient that has not arrived]
         *master, first, second = states
         weight = master[0] if master else out
         gradient = _part(parameter.grad, piece)
-        if self._passes:
+        if self._stages_weights:
             gradient = slot.view(slot.gradient, count, weight.dtype)
         adamw(
             [weight],
@@ -324,7 +324,7 @@ class HostStates:
         if master:
             _await(slot.sent)  # Note: [A weight that has not left]
             out.copy_(weight)
-        if self._passes:
+        if self._stages_weights:
             self._copies.fetch(there, out)
             slot.sent = self._copies.record(Lane.FETCH)
 
@@ -473,7 +473,7 @@ class DiskStates(HostStates):
     """AdamW states on a drive. Invariant: between updates a bfloat16 or float16 parameter equals
     its rounded fp32 master copy, and no copy or request to the drive is running."""
 
-    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
+    def _allocate(self, ranks: ParallelContext | None, room: int | None) -> None:
         """Allocate the staging buffers and open the file. Raises UnsupportedError on all ranks."""
         each = sectors(self._staged * max((d.itemsize for _, _, d in self._arrays()), default=0))
         kept = MOMENTS + any(map(is_low, self._parameters.values()))

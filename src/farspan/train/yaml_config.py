@@ -252,7 +252,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
         return build(hint, value, path)
     for option in _options(hint):
-        matched, result = _match(option, value, path)
+        matched, result = _converted(option, value, path)
         if matched:
             return result
     raise UnsupportedError(
@@ -355,7 +355,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
+def _converted(option: Any, value: Any, path: str) -> tuple[bool, Any]:
     """Return whether `value` can be of the type `option`, and the value converted to that type."""
     origin = typing.get_origin(option) or option
     if is_dataclass(option) and isinstance(option, type):
@@ -411,14 +411,14 @@ def _describe_option(option: Any) -> str:
             return f"a list, each {describe_type(arguments[0])}"
         return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
     if isinstance(option, type) and issubclass(option, Enum):
-        return "one of " + ", ".join(_offered(option))
+        return "one of " + ", ".join(_run_file_values(option))
     if is_dataclass(option):
         names = [field.name for field in fields(option)]
         return f"keys and values ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
     return "keys and values"
 
 
-def _offered(option: type[Enum]) -> list[str]:
+def _run_file_values(option: type[Enum]) -> list[str]:
     """Return the values of an enum that a run file may use."""
     return [str(one.value) for one in option if not (isinstance(one, LossKind) and one.of_loops)]
 
@@ -428,7 +428,7 @@ def _near(hint: Any, value: Any) -> str:
         name
         for option in _options(hint)
         if isinstance(option, type) and issubclass(option, Enum)
-        for name in _offered(option)
+        for name in _run_file_values(option)
     ]
     return did_you_mean(str(value), names)
 
@@ -470,20 +470,20 @@ TOKENS = {
 def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run file's values with current names, and with numbers for shorthands such as 128K,
     as `farspan.train.config` reads them. Raises UnsupportedError naming the field."""
-    values = _renamed(given, "")
+    values = _with_current_names(given, "")
     if isinstance(values.get("schedule"), str):  # a strategy, like --strategy
         values["schedule"] = {"strategy": values["schedule"]}
     elif isinstance(values.get("schedule"), Mapping):
-        values["schedule"] = _renamed(values["schedule"], "schedule")
+        values["schedule"] = _with_current_names(values["schedule"], "schedule")
     if isinstance(values.get("sparse"), bool):  # YAML reads on and off as booleans
         values["sparse"] = {} if values["sparse"] else None
     if values.get("report_to") == "none":  # transformers' value for no tracker
         values["report_to"] = None
     for section, names in TOKENS.items():
         if not section:
-            values |= _tokens(values, names, "")
+            values |= _read_token_counts(values, names, "")
         elif isinstance(values.get(section), Mapping):
-            values[section] = _tokens(values[section], names, f"{section}.")
+            values[section] = _read_token_counts(values[section], names, f"{section}.")
     if isinstance(values.get("sparse"), Mapping) and SINK_PAGES in values["sparse"]:
         values["sparse"] = _sinks_in_tokens(values["sparse"])
     model = values.get("model")
@@ -492,7 +492,7 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+def _with_current_names(given: Mapping[str, Any], section: str) -> dict[str, Any]:
     """Return the values by the current names of their keys, with a warning for older names."""
     values = dict(given)
     for old, new in RENAMED[section].items():
@@ -529,7 +529,9 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != SINK_PAGES} | new
 
 
-def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
+def _read_token_counts(
+    values: Mapping[str, Any], names: tuple[str, ...], where: str
+) -> dict[str, Any]:
     """Convert texts such as 128K under these names to numbers; types check other values."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}

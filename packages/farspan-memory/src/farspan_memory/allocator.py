@@ -77,7 +77,7 @@ class Session:
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
         """Make a device follow a plan from its next iteration on. If the arena does not fit,
-        another stream would have to wait, or the previous plan has live tensors, warn and go on
+        another stream would have to wait, or the previous plan's tensors live, warn and keep
         stitching."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it
@@ -152,7 +152,7 @@ def install(
     """
     _refuse_unwanted(mode, plan, trace)
     base = options or AllocatorOptions()
-    chunk, capacity = _once("chunk", chunk, base), _once("capacity", capacity, base)
+    chunk, capacity = _setting("chunk", chunk, base), _setting("capacity", capacity, base)
     wanted = replace(base, backend=Backend.CUDA, chunk=chunk, capacity=capacity)
     given = load_plan(Path(plan), Path(trace or "")) if isinstance(plan, Path | str) else plan
     refuse_unready()
@@ -232,7 +232,7 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     return recorded()
 
 
-def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
+def _setting(name: str, given: int | None, options: AllocatorOptions) -> int:
     """Return a setting given as a keyword or in the options. Raises UnsupportedError for both."""
     value: int = getattr(options, name)
     if given is None:

@@ -207,7 +207,7 @@ def place_bilevel(
     inside = {i for segment, _ in named for i in segment.local}
     crossing = [i for i in range(len(requests)) if i not in inside]
     upper = [requests[i] for i in crossing]
-    upper += [_pseudo(requests, segment, plans[sign]) for segment, sign in named]
+    upper += [_segment_request(requests, segment, plans[sign]) for segment, sign in named]
     left = max(0.1, seconds - (perf_counter() - begin))
     second = solve(upper, left)
     addresses = [0] * len(requests)
@@ -225,7 +225,7 @@ def place_bilevel(
     )
 
 
-def _pseudo(
+def _segment_request(
     requests: Sequence[PlacementRequest], segment: Segment, plan: Placement
 ) -> PlacementRequest:
     """Return a placed segment as one request, which is alive while any of its tensors is."""

@@ -353,14 +353,14 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
     if compiler is None:
         return Raiser(None, f"no C++ compiler ({', '.join(compilers)}) is on PATH")
     try:
-        library = _built(compiler, root, cache.expanduser())
+        library = _compiled(compiler, root, cache.expanduser())
         function = getattr(ctypes.CDLL(str(library)), SYMBOL)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return Raiser(None, f"{compiler}: {_last_words(error)}")
     return Raiser(ctypes.cast(function, ctypes.c_void_p).value)
 
 
-def _built(compiler: str, root: Path, cache: Path) -> Path:
+def _compiled(compiler: str, root: Path, cache: Path) -> Path:
     """Return the compiled library for this torch, or compile it: each torch has its own c10. The
     file's name has its digest: a file with another digest, or that other users could have written,
     is compiled anew. Raises NotPrivate if another user owns the file or its folder."""

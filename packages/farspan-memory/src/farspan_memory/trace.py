@@ -158,7 +158,7 @@ IN_USE = "active_allocated"  # the state of a block in use
 SHOWN = 80  # characters of an invalid entry in messages
 
 
-class _NoNames(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     """Unpickler of plain values, which refuses names that it would have to import."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -199,12 +199,11 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
             "torch.cuda.memory._record_memory_history() before the step"
         )
     segments = found.get("segments", []) if isinstance(found, dict) else []
-    return _Reading(name, device).trace(traces[device], segments)
+    return _EventReader(name, device).trace(traces[device], segments)
 
 
-class _Reading:
-    """Converter of one device's snapshot entries to events. A tensor is an address while it
-    lives."""
+class _EventReader:
+    """Converter of one device's snapshot entries to events; a tensor is a live address."""
 
     def __init__(self, name: str, device: int) -> None:
         self.name, self.device = name, device
@@ -315,7 +314,7 @@ def _values(content: bytes, name: str) -> Any:
         except (ValueError, RecursionError) as error:
             raise UnsupportedError(f"{name}: the JSON cannot be read: {error}") from error
     try:
-        return _NoNames(io.BytesIO(content)).load()
+        return _PlainUnpickler(io.BytesIO(content)).load()
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error}") from None
     except Exception as error:  # a broken pickle may raise anything

@@ -204,7 +204,7 @@ class CachingAllocator:
             pool = self._pools[stream, small] = Pool(small, stream)
         block = self._find(pool, rounded) or self._grow(pool, rounded)
         if self._splits(pool, rounded, block.size - rounded):
-            self._cut(block, rounded)
+            self._split(block, rounded)
         block.asked = size
         self.live += size
         self._held[tensor] = block
@@ -260,9 +260,8 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids the use of a free block of `fits` bytes: a block
-        beyond the limit serves no smaller request, nor one that would leave too many bytes
-        unused."""
+        """Return whether max_split_size forbids the use of a free block of `fits` bytes: one beyond
+        the limit serves no smaller request, nor a larger one that leaves too many bytes unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
@@ -366,12 +365,12 @@ class CachingAllocator:
         block.free = False
         return block
 
-    def _cut(self, block: CachedBlock, size: int) -> None:
+    def _split(self, block: CachedBlock, size: int) -> None:
         """Split a block after `size` bytes, and put the rest into the free list."""
-        rest = self._cut_off(block, size)
+        rest = self._split_off(block, size)
         self._list(rest)
 
-    def _cut_off(self, block: CachedBlock, size: int) -> CachedBlock:
+    def _split_off(self, block: CachedBlock, size: int) -> CachedBlock:
         """Split a block after `size` bytes, and return the rest, which is in no free list."""
         rest = CachedBlock(block.address + size, block.size - size, block.pool, block.segment)
         rest.mapped = block.mapped
@@ -386,14 +385,14 @@ class CachingAllocator:
         """Merge an unused block with its free neighbours, and put it into the free list."""
         if block.streams:
             block.streams.clear()
-        self._join(block)
+        self._merge(block)
         self._list(block)
 
     def _list(self, block: CachedBlock) -> None:
         block.free, block.age = True, self._searches
         insort(block.pool.free, (block.size, block.address))
 
-    def _join(self, block: CachedBlock) -> None:
+    def _merge(self, block: CachedBlock) -> None:
         """Merge a block with its free neighbours, if they are mapped or unmapped as it is."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped is block.mapped:
@@ -517,12 +516,12 @@ class ExpandableAllocator(CachingAllocator):
         self.calls[ACCESS, page] += pages
         self._unlist(block)
         if pages * page < block.size:
-            rest = self._cut_off(block, pages * page)
+            rest = self._split_off(block, pages * page)
             rest.free = True
             insort(block.pool.unmapped, rest.address)
         block.mapped = True
         self._reserve(pages * page)
-        self._join(block)
+        self._merge(block)
         self._list(block)
         return True
 
@@ -539,15 +538,15 @@ class ExpandableAllocator(CachingAllocator):
             return
         self._unlist(block)
         if low > block.address:
-            front, block = block, self._cut_off(block, low - block.address)
+            front, block = block, self._split_off(block, low - block.address)
             self._list(front)
         if high < block.address + block.size:
-            self._list(self._cut_off(block, high - block.address))
+            self._list(self._split_off(block, high - block.address))
         block.mapped, block.free = False, True
         self._reserve(low - high)
         self.calls[UNMAP, page] += (high - low) // page
         self.calls[RELEASE, page] += (high - low) // page
-        self._join(block)
+        self._merge(block)
         insort(block.pool.unmapped, block.address)
         if block.before is None and block.after is None:
             block.pool.unmapped.remove(block.address)

@@ -68,7 +68,7 @@ class DriverCost:
         return self.points[-1][1]
 
 
-def _of_table(*units: float) -> tuple[tuple[int, float], ...]:
+def _call_seconds(*units: float) -> tuple[tuple[int, float], ...]:
     """Convert a published table (cost of 2 GiB by size of handles) to seconds of one call."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
@@ -82,11 +82,11 @@ PUBLISHED: Mapping[str, DriverCost] = {
     MALLOC: DriverCost(((0, UNIT),), f"{TABLE}, for 2 GiB, at any size; the unit from {RUN}"),
     FREE: DriverCost(((0, UNIT),), f"{ASSUMED} as cudaMalloc; it also waits for the device"),
     RESERVE: DriverCost(((0, 0.003 * UNIT),), TABLE),
-    CREATE: DriverCost(_of_table(18.1, 0.89, 0.79), TABLE),
-    MAP: DriverCost(_of_table(0.70, 0.01, 0.002), TABLE),
-    ACCESS: DriverCost(_of_table(96.8, 8.2, 0.7), f"{TABLE}, for each handle"),
-    UNMAP: DriverCost(_of_table(0.70, 0.01, 0.002), f"{ASSUMED} as cuMemMap"),
-    RELEASE: DriverCost(_of_table(18.1, 0.89, 0.79), f"{ASSUMED} as cuMemCreate"),
+    CREATE: DriverCost(_call_seconds(18.1, 0.89, 0.79), TABLE),
+    MAP: DriverCost(_call_seconds(0.70, 0.01, 0.002), TABLE),
+    ACCESS: DriverCost(_call_seconds(96.8, 8.2, 0.7), f"{TABLE}, for each handle"),
+    UNMAP: DriverCost(_call_seconds(0.70, 0.01, 0.002), f"{ASSUMED} as cuMemMap"),
+    RELEASE: DriverCost(_call_seconds(18.1, 0.89, 0.79), f"{ASSUMED} as cuMemCreate"),
     VACATE: DriverCost(((0, 0.003 * UNIT),), f"{ASSUMED} as cuMemAddressReserve"),
 }
 

@@ -127,13 +127,13 @@ def place_by_mip(
             f"does not prove that there is none: {answer.message}"
         )
     best = min(kept, key=lambda placement: placement.height)
-    bound = _proved(answer.mip_dual_bound, program.cap) * unit
+    bound = _proved_units(answer.mip_dual_bound, program.cap) * unit
     least = least_height(requests, greedy)
     proved = best.height if bound == best.height else least
     return Solution(best, proved, perf_counter() - begin)
 
 
-def _proved(bound: float | None, cap: int) -> int:
+def _proved_units(bound: float | None, cap: int) -> int:
     """Return the lower bound on the height that the solver has proved, in units, less its tolerance
     for rows and for binary variables, which count M_cap times."""
     if bound is None or not math.isfinite(bound):
