@@ -1,5 +1,5 @@
-"""The command line. A command's module is imported when the command is called, so that help and
-planning need no torch."""
+"""The command line. The module of a command is imported only when the command is called, so that
+help and planning need no torch."""
 
 import codecs
 import errno
@@ -41,7 +41,7 @@ def typer_app(*, completion: bool = False, **options: Any) -> typer.Typer:
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """A command by the module that declares it, and the first line of its help."""
+    """The module that declares a command, and the first line of its help."""
 
     module: str
     help: str
@@ -53,8 +53,8 @@ def lazy_group(
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> typer.Typer:
-    """Return an application that knows its commands by name and help, imports the one that is
-    called, and runs it `within` a context."""
+    """Return an application that lists commands by name and help, and imports the module of the
+    called one. Parsing and running happen inside the context that `within` returns."""
 
     class LazyGroup(TyperGroup):
         def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -169,13 +169,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk of a log file, which may have sp
 
 
 class Lasting(io.FileIO):
-    """Standard output or error that survives its reader. `| head`, a closed terminal or a log file
-    on a full disk end no run: output that cannot be written is dropped."""
+    """Standard output or error that outlives its reader: `| head`, a closed terminal or a log file
+    on a full disk end no run, because output that cannot be written is dropped."""
 
     lost: ClassVar[set[int]] = set()  # descriptors whose disk was full
 
     def write(self, data: Any) -> int:
-        """Write like FileIO, or drop the data once the reader is gone."""
+        """Write like FileIO, but drop the data if the reader is gone or the disk is full."""
         try:
             return super().write(data)
         except OSError as error:
@@ -204,7 +204,7 @@ PLAIN |= {
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that cannot be encoded by ASCII, for logs and pipes in, say, Latin-1."""
+    """Replace characters that an encoding lacks by similar ASCII, as an error handler."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]
@@ -217,8 +217,8 @@ codecs.register_error("in_ascii", in_ascii)
 
 
 def lasting(stream: Any) -> Any:
-    """Return a text stream that survives its reader, in ASCII where its encoding fails. A stream
-    that a caller of `main` has replaced stays unchanged; writes to a closed one are dropped."""
+    """Return standard output or error as a stream that drops what cannot be written and replaces
+    what its encoding lacks. A stream that a caller of `main` has set stays unchanged."""
     if stream is None or stream.closed:
         return open(os.devnull, "w", encoding="utf-8")
     try:
@@ -237,14 +237,14 @@ def lasting(stream: Any) -> Any:
 
 
 class Notices(logging.Formatter):
-    """Formatter that folds warnings without a handler to the terminal's width."""
+    """Log formatter that folds warnings to the terminal's width."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(part for line in super().format(record).split("\n") for part in fold(line))
 
 
 def main(called: Callable[[], Any] = app) -> None:
-    """Run the command line: refusals become one clear line, never a traceback."""
+    """Run the command line. A user's error is printed as a clear message, never as a traceback."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     if not sys.stderr.isatty():  # tqdm reads it at import; hides bars of loading and tokenizing
         os.environ.setdefault("TQDM_DISABLE", "1")

@@ -68,7 +68,7 @@ def calibrate_command(
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of the command line. Raises UnsupportedError if it does not exist."""
+    """Return the command line's device. Raises UnsupportedError if it does not exist."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return torch.device("cuda" if has_gpu else "cpu")
@@ -106,11 +106,11 @@ def profile_command(
         return
     ours = kernels and dtype != "float64"
     found = measure(config, Variant(dtype, lora, ours, ours), model)
-    print(json.dumps(store.to_json([found])[0]) if as_json else _text(found))
+    print(json.dumps(store.to_json([found])[0]) if as_json else _profile_text(found))
 
 
-def _text(profile: ModelProfile) -> str:
-    """Return a line for each kind of layer."""
+def _profile_text(profile: ModelProfile) -> str:
+    """Return a profile as text, with a line for each kind of layer."""
     rows = [f"{profile.spec.name}: {profile.spec.parameters:,} parameters, {profile.variant.key()}"]
     for number in range(len(profile.kinds)):
         layers = profile.kind_of.count(number)

@@ -1,5 +1,5 @@
-"""`farspan evaluate`: a model on long text: its loss by position, the perplexity of each document,
-and whether it finds a sentence far back."""
+"""`farspan evaluate`: evaluate a model on long text. Reports the loss by position, the perplexity
+of each document, and whether the model recalls a sentence far back."""
 
 import json
 import math
@@ -89,7 +89,7 @@ Picture = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Loss of tokens with at least `begin` and fewer than `end` tokens before them."""
+    """Mean loss of the tokens with at least `begin` and fewer than `end` tokens before them."""
 
     begin: int
     end: int
@@ -99,7 +99,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Loss of a document."""
+    """Loss and perplexity of one document."""
 
     name: str
     tokens: int  # number of predicted tokens
@@ -109,7 +109,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """A sentence hidden in a context, and the model's prediction of its last word."""
+    """Result of a needle-in-a-haystack test: a hidden sentence, and how likely its last word is."""
 
     depth: float  # fraction of the context before the sentence
     tokens: int  # between the sentence and the question
@@ -119,13 +119,13 @@ class Needle:
 
     @property
     def found(self) -> bool:
-        """Return whether the right answer is the likeliest."""
+        """Return whether the right answer has a higher log-probability than all others."""
         return self.logprob > max(self.wrong.values())
 
 
 @dataclass(frozen=True, slots=True)
 class TextEvaluation:
-    """Results of an evaluation, with its settings."""
+    """Results and settings of an evaluation on text."""
 
     model: str
     dtype: str
@@ -142,7 +142,7 @@ class TextEvaluation:
 
     @property
     def loss(self) -> float:
-        """The mean over all predicted tokens."""
+        """Mean loss over all predicted tokens."""
         return sum(read.tokens * read.loss for read in self.documents) / self.tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def evaluate_command(
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, with the settings of its run if known."""
+    """The model to evaluate, with the settings of its run if it comes from a run folder."""
 
     source: ModelConfig
     dtype: torch.dtype
@@ -241,7 +241,7 @@ class Subject:
         return model.eval()
 
     def step(self, device: torch.device, name: str | None, context: int) -> Step:
-        """Return the model's engine, with a strategy by name or the run's schedule."""
+        """Return an engine with the strategy `name`, or with the run's schedule if None."""
         model = self.model(device)
         if name == AUTO:
             return Step(model, AUTO)
@@ -256,7 +256,7 @@ class Subject:
 def subject_of(
     model: str, dtype: str | None, tokenizer: str | None, *, trusted: bool = False
 ) -> Subject:
-    """Return the model of a folder or a hub name, with its settings.
+    """Return the model in a folder or under a hub name, with the settings of its run.
 
     Raises:
         UnsupportedError: It cannot be evaluated, or its run used code that comes with the model
@@ -295,8 +295,8 @@ def subject_of(
 
 
 def product_dtype(source: ModelConfig, dtype: str) -> str:
-    """Return the dtype to compute in for a requested `dtype`: packed weights do not support
-    float64."""
+    """Return the dtype in which a model computes when `dtype` is requested: 4-bit weights do not
+    support float64, and compute in float32 instead."""
     packed = source.quantize is not None or is_quantized_folder(source.path)
     return "float32" if packed and dtype == "float64" else dtype
 
@@ -309,9 +309,9 @@ def evaluate_text(
     needles: int,
     tell: Tell = lambda *_: None,
 ) -> TextEvaluation:
-    """Evaluate named documents, each from its beginning to at most `context` tokens. After each
-    cell `tell` gets a label, the index from 0 and the number of sequences or needles. Raises
-    UnsupportedError without tokens to predict."""
+    """Evaluate named documents, each up to `context` tokens. After each cell `tell` receives a
+    label, the index from 0, the number of sequences or needles, and the progress. Raises
+    UnsupportedError if there is no token to predict."""
     rows = tokenizer.encode([text for _, text in texts])
     cut = sum(len(row) > context for row in rows)
     rows = [row[:context] for row in rows]
@@ -340,7 +340,7 @@ def _read(name: str, losses: np.ndarray) -> Read:
 def _document_losses(
     step: Step, named: Sequence[tuple[str, np.ndarray]], context: int, tell: Tell
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield for each document the losses of all tokens but the first, fp64."""
+    """Yield the name of each document and the losses of all its tokens but the first, float64."""
     starts = np.cumsum([0, *(len(row) for _, row in named)])
     numbers = np.stack([np.arange(len(named)), np.zeros(len(named))], 1).astype(np.int64)
     store = TokenStore(
@@ -367,7 +367,7 @@ def _batch_losses(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndar
 
 
 def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
-    """Yield mean losses over all documents by the number of tokens before the predicted one."""
+    """Yield mean losses by ranges of the number of tokens before the predicted one."""
     longest, begin, end = max(map(len, losses)), 1, FIRST  # the first token is not predicted
     while begin <= longest:
         part = np.concatenate([own[begin - 1 : end - 1] for own in losses])
@@ -381,8 +381,8 @@ def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
 def _needles(
     step: Step, tokenizer: Tokenizer, hay: np.ndarray, context: int, count: int, tell: Tell
 ) -> Iterator[Needle]:
-    """Yield a needle test for each of `count` depths: a sentence hidden in a context of `context`
-    tokens, or in all of the text if it is shorter."""
+    """Run `count` needle-in-a-haystack tests at evenly spaced depths, and yield their results. Each
+    hides a sentence in `context` tokens of text, or in all text if that is shorter."""
     for number in range(count):
         step.progress = partial(tell, "needle", number, count)
         town, answer = PLACES[number % len(PLACES)], ANSWERS[number % len(ANSWERS)]
@@ -411,7 +411,7 @@ def _needles(
 
 
 def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
-    """Return the log-probabilities of some ids at the last position."""
+    """Return the log-probabilities of the token ids `choices` at the last position."""
     inputs = torch.from_numpy(ids.astype(np.int64)).to(step.boundary.device)[None]
     labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
     labels[0, -1] = torch.tensor(choices, device=inputs.device)
@@ -420,7 +420,7 @@ def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> lis
 
 
 def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the ids of a part of a document, int64."""
+    """Return the token ids of a text without special tokens, int64."""
     if isinstance(tokenizer, HubTokenizer):
         ids = tokenizer.inner(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int64)
@@ -431,7 +431,7 @@ def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def show_evaluation(found: TextEvaluation) -> None:
-    """Print tables and a summary."""
+    """Print an evaluation as tables and a summary."""
     table = lines_table("loss by position", "tokens before", "predicted", "loss", "perplexity")
     for part in found.ranges:
         span = f"{write_tokens(part.begin)} to {write_tokens(part.end)}"
@@ -456,7 +456,7 @@ def show_evaluation(found: TextEvaluation) -> None:
 
 
 def show_needles(needles: Iterable[Needle]) -> None:
-    """Print the results of hidden sentences."""
+    """Print the results of needle-in-a-haystack tests."""
     known = tuple(needles)
     title = f"hidden sentences: {sum(n.found for n in known)} of {len(known)} found"
     table = lines_table(title, "depth", "tokens back", "answer", "log-prob", "best wrong", "")
@@ -477,8 +477,8 @@ WIDTH, HEIGHT, EDGE = 640, 320, 48  # pixels of the picture, and of the margin a
 
 
 def draw(ranges: Sequence[Range]) -> str:
-    """Return the loss by position as SVG: positions in powers of two, a point in the middle of each
-    range."""
+    """Return a chart of the loss by position as SVG. Its horizontal axis is in powers of two, with
+    a point for each range."""
     low, high = min(r.loss for r in ranges), max(r.loss for r in ranges)
     wide = max(1, len(ranges) - 1)
     points, labels = [], []

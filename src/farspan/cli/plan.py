@@ -1,5 +1,5 @@
-"""`farspan plan`: whether a run fits, the time of a step, and the longest context; and `farspan
-init`, which writes a run file. Neither needs torch."""
+"""`farspan plan`: find out whether a run fits, how long a step takes, and the longest context; and
+`farspan init`, which writes a run file. Neither needs torch."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """Plans at the longest context of each strategy that fits at any."""
+    """The longest context of each strategy, with its plan, if the strategy fits at all."""
 
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
@@ -78,7 +78,7 @@ class Longest:
     shortest: Plan | None = None  # plan at the shortest context, if `plans` is empty
 
     def best(self) -> Plan | None:
-        """Return the plan with the longest context; of equals the fastest."""
+        """Return the plan with the longest context, the fastest of equally long ones."""
         return max(
             self.plans.values(),
             key=lambda plan: (plan.question.run.tokens, -plan.seconds.total),
@@ -86,7 +86,7 @@ class Longest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the longest context overall and by strategy, 0 if none fits."""
+        """Return the longest context overall and by strategy for JSON; 0 if none fits."""
         best = self.best()
         each = {name: {"fits": False, "max_context": 0} for name in self.strategies}
         for name, plan in self.plans.items():
@@ -98,7 +98,7 @@ class Longest:
         return {"max_context": tokens, "max_context_by_strategy": each, **more}
 
     def words(self) -> list[str]:
-        """Return a line that no context fits, or nothing."""
+        """Return a line that says that no context fits, or an empty list."""
         if (plan := self.shortest) is None:
             return []
         in_time = f"has a step of at most {write_seconds(self.max_step)}"
@@ -108,7 +108,7 @@ class Longest:
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """The plan at the requested context, the longest contexts, or both."""
+    """Answer of `farspan plan`: the plan at a context, the longest contexts, or both."""
 
     question: Question
     plan: Plan | None
@@ -124,7 +124,7 @@ class PlanAnswer:
         return self.longest.best()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the chosen plan, with the longest contexts if requested."""
+        """Return the chosen plan for JSON, and the longest contexts if requested."""
         chosen = self.chosen()
         answer: dict[str, Any] = {"fits": False}
         if chosen is not None:
@@ -164,8 +164,8 @@ def _drawn(answer: PlanAnswer, name: str) -> Plan:
 
 
 def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
-    """Write the answer with all considered plans as a page. Raises UnsupportedError if the place
-    does not exist."""
+    """Write an HTML page with the answer and all considered plans. Raises UnsupportedError if the
+    folder does not exist."""
     longest, first = answer.longest, answer.plan
     found = PageOf((), words=answer.words, command=command)
     if longest is not None:
@@ -185,8 +185,8 @@ def write_files(
     html: Path | None,
     command: str,
 ) -> None:
-    """Write the requested files: the step as a trace, its memory as a PyTorch snapshot, and a page.
-    Raises UnsupportedError without a plan, or if a place does not exist."""
+    """Write the files that options ask for: the step as a trace, its memory as a PyTorch snapshot,
+    and an HTML page. Raises UnsupportedError without a plan, or if a folder does not exist."""
     if timeline is not None:
         trace = json.dumps(timeline_json(_drawn(answer, "timeline")))
         write_output(timeline, trace + "\n", "timeline")
@@ -199,7 +199,7 @@ def write_files(
 
 
 def command_line(context: typer.Context) -> str:
-    """Return the command to type for this call, with options in the order of the help."""
+    """Return this call as a typed command, with options in the order of the help."""
     words = [str(context.command.name)]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
@@ -225,14 +225,14 @@ NAMES = {"config": "model"}  # fields of a request with another name on the comm
 
 
 def option_of(name: str) -> Any:
-    """Return the option of the command line for a field of a request."""
+    """Return the command-line option that sets a field of a request."""
     about = FIELDS[name].metadata
     text = about["help"].replace("{models}", MODELS).replace("{cards}", MACHINES)
     return typer.Option(*about["flags"], metavar=about["metavar"], help=text)
 
 
 def with_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of `Request` as options, after its run file, in place of
+    """Add an option for each field of `Request` to a command, which receives them as
     `**options`."""
     named = []
     for name, about in FIELDS.items():
@@ -320,11 +320,11 @@ MEANT = {word: name for name, words in ELSEWHERE.items() for word in words.split
 
 
 class PlanCommand(TyperCommand):
-    """A command that recognizes option names of other tools."""
+    """Command that suggests its own options to users who type those of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse like typer, but name the intended option for one of another tool, the whole command
-        for words without options, and use the default rank for `--lora` without one."""
+        """Parse arguments like typer, but name the intended option for one of another tool, the
+        whole command for words without options, and use the default rank for a bare `--lora`."""
         given = []
         own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):
@@ -360,7 +360,7 @@ NEAR = 0.75  # similarity of a mistyped option, above that of merely similar wor
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """Return the command that words without options mean, each judged by its form."""
+    """Return the command meant by words without options, whose forms decide their options."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]
@@ -436,8 +436,8 @@ def _status(answer: PlanAnswer) -> int:
 
 
 def devices_of(gpus: str | None, machine: str) -> int | None:
-    """Return the number of devices from --gpus or a machine such as 8xh100. Raises UnsupportedError
-    for a card in --gpus."""
+    """Return the number of devices from --gpus, or from a machine such as 8xh100. Raises
+    UnsupportedError if --gpus names a card."""
     counted = count_of(machine)
     if gpus is None:
         return counted
@@ -453,7 +453,7 @@ def devices_of(gpus: str | None, machine: str) -> int | None:
 
 
 def _longest_step(max_step: str | None, max_context: bool) -> float | None:
-    """Return the longest step in seconds for --max-context, or None without it."""
+    """Return the most seconds per step with --max-context, or None without that option."""
     if max_step is None:
         return math.inf if max_context else None
     if not max_context:
@@ -462,7 +462,7 @@ def _longest_step(max_step: str | None, max_context: bool) -> float | None:
 
 
 def _answer_for_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
-    """Return the answer for a model; with `max_step`, for its longest contexts."""
+    """Return the answer for a model; if `max_step` is given, for its longest contexts."""
     if "model" not in given:
         raise UnsupportedError("model: give --model NAME, or the run file of farspan train")
     if "context" not in given and max_step is None:
@@ -488,7 +488,7 @@ def _answer_for_model(given: dict[str, Any], max_step: float | None) -> PlanAnsw
 def longest_of(
     question: Question, strategies: Sequence[str] | None, plans: dict[str, Plan], max_step: float
 ) -> Longest:
-    """Return the longest contexts; if there are none, with the plan of the shortest."""
+    """Return the longest contexts. If no context fits, add the plan for the shortest one."""
     shortest = None
     if not plans:
         run = replace(question.run, tokens=LEAST)
@@ -499,7 +499,7 @@ def longest_of(
 def _answer_for_run(
     path: Path, settings: Sequence[str], given: dict[str, Any], max_step: float | None
 ) -> PlanAnswer:
-    """Return the answer for a run file, changed by the options."""
+    """Return the answer for a run file with the options that replace its values."""
     if "model" in given:
         raise UnsupportedError(f"model: {path} has one; leave out --model, or this run file")
     if path.suffix not in RUN_FILES and not path.is_file():
@@ -527,7 +527,7 @@ def _answer_for_run(
 
 
 def missing_data(run: RunConfig) -> list[str]:
-    """Return notes about data of the run that do not exist; a plan needs none."""
+    """Return notes about data of the run that does not exist, which a plan does not need."""
     notes = []
     for source, _ in run.data.each():
         if source.path not in (None, DATA):
@@ -539,7 +539,7 @@ def missing_data(run: RunConfig) -> list[str]:
 
 
 def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return the run changed by options of the command line, and notes about dropped values."""
+    """Return the run with values of command-line options, and notes about dropped values."""
     notes: list[str | None] = []
     model = run.model
     if "dtype" in given:
@@ -568,7 +568,7 @@ def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig,
 
 
 def without_fields(run: RunConfig) -> list[str]:
-    """Return a note about schedule fields that the longest contexts do not keep."""
+    """Return a note about fields of the run's schedule, which --max-context ignores, if any."""
     given = ", ".join(replace(run.schedule, weights=None).given())
     return [f"--max-context ignores these fields of the schedule: {given}"] if given else []
 
@@ -586,7 +586,7 @@ DATA, TEACHER = "DATA.jsonl", "TEACHER"  # placeholders for the user's values
 
 
 def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> list[str]:
-    """Write a run file that trains as planned, and return lines about the next steps. Raises
+    """Write a run file that trains as planned, and return lines that say how to go on. Raises
     UnsupportedError for a plan that no run file can express."""
     plan = answer.chosen()
     if plan is None or not plan.fits:
@@ -618,7 +618,7 @@ STATES |= {Optimizer.HOST: "host", Optimizer.DISK: "disk"}
 
 
 def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a run file for a planned model, without context and placement. Raises
+    """Return run-file values for a planned model, without its context and placement. Raises
     UnsupportedError for values that no run file can express."""
     question = plan.question
     if question.optimizer is Optimizer.NONE:
@@ -649,7 +649,7 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loss_of_run(asked: Objective) -> LossConfig:
-    """Return the loss for a run file. Raises UnsupportedError for a loss that run files lack."""
+    """Return a planned loss in the form of run files. Raises UnsupportedError if they lack it."""
     if asked.kind is LossKind.DISTILL:
         return LossConfig(asked.kind, teacher=TEACHER, top_k=asked.ids)
     own = asked.reference not in (Reference.NONE, Reference.STORED)

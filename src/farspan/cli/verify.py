@@ -1,6 +1,6 @@
-"""`farspan verify`: whether gradients are exact, and the pages that sparse attention needs; and
-`farspan index`, which makes an index to choose pages by. Both read the request without torch, so
-mistakes in a run file are reported at once."""
+"""`farspan verify`: check that gradients are exact, and find out how many pages sparse attention
+needs; and `farspan index`, which makes the index that chooses pages. Both read their request
+without torch, so that mistakes in a run file are reported at once."""
 
 import os
 from collections.abc import Sequence
@@ -122,8 +122,8 @@ def verify_command(
 
 
 def model_notes(model: Any, run: RunConfig | None) -> list[str]:
-    """Return lines about the model's positions and, for a run file, about its trained data, like
-    `farspan data`."""
+    """Return lines about the model's positions and, for a run file, about its training data, as
+    `farspan data` shows them."""
     positions: list[str] = load("farspan.hf.unsupported", "describe_positions")(model)
     data = [] if run is None else load("farspan.train.setup", "glance_at_data")(run)
     return [*positions, *(line for line in data if line not in positions)]
@@ -186,7 +186,7 @@ def compared(
     attention: SparseConfig | None, text: str | None, context: int, documents: int
 ) -> SparseConfig:
     """Return the sparse attention whose selectors and budgets are compared. By default an eighth of
-    the context is recent, as at 32K with a run's defaults. Raises UnsupportedError."""
+    the context counts as recent, as at 32K with a run's defaults. Raises UnsupportedError."""
     if documents > 1:
         raise UnsupportedError("documents: --text is read as one document; leave out --documents")
     if attention is None and text is not None:
@@ -201,13 +201,13 @@ def compared(
 
 
 def has_chunk(run: RunConfig | None) -> bool:
-    """Return whether the run file sets a chunk."""
+    """Return whether the run file sets the chunk size."""
     return run is not None and run.schedule.chunk is not None
 
 
 def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
-    """Return the run of a run file with these settings, or None for another model. Raises
-    UnsupportedError."""
+    """Return the run of a run file changed by these settings, or None if a model is verified
+    without a run file. Raises UnsupportedError."""
     if model is not None and model.endswith(RUN_FILES):
         return load_run(Path(model), settings)
     if settings:
@@ -218,8 +218,8 @@ def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
 def base_schedule(
     run: RunConfig | None, name: str | None, layers: int, context: int
 ) -> tuple[Schedule, str | None]:
-    """Return the command line's strategy, else the run file's schedule, else grouped; and a note
-    for the user."""
+    """Return the schedule to verify: the command line's strategy, else the run file's schedule,
+    else `grouped`; and a note for the user, or None."""
     written = None
     if name is None and run is not None:
         written = run.schedule
@@ -249,7 +249,7 @@ def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> S
 
 
 def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | None:
-    """Return the sparse attention of the command line, else of the run; None: dense."""
+    """Return the command line's sparse attention, else the run's; None for dense attention."""
     if text is not None:
         pages, before = read_sparse(text), None if run is None else run.sparse
         if pages is None:
@@ -259,14 +259,14 @@ def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | Non
 
 
 def ranks_note(run: RunConfig | None) -> str | None:
-    """Return a note that several ranks are not verified."""
+    """Return a note that sharing a run among several ranks is not verified."""
     if run is None or run.parallel is None:
         return None
     return "parallel: ignored: one process runs the whole step here, not the ranks of the run"
 
 
 def packed_note(model: Any, asked: str) -> str | None:
-    """Return a note about the dtype, if the model computes in another than the requested one."""
+    """Return a note if the model computes in another dtype than the requested one."""
     found = str(model.dtype).removeprefix("torch.")
     where = f"dtype: {found} replaces {asked}, which quantised weights do not support"
     return None if found == asked else where
@@ -275,8 +275,8 @@ def packed_note(model: Any, asked: str) -> str | None:
 def replace_attention(
     schedule: Schedule, attention: SparseConfig | None, written: bool
 ) -> Schedule:
-    """Return the schedule with this attention. A `written` chunk that does not hold whole pages is
-    refused, others are rounded up. Raises UnsupportedError."""
+    """Return the schedule with this sparse attention. A chunk that the user has set (`written`)
+    must be whole pages; other chunks are rounded up to whole pages. Raises UnsupportedError."""
     if attention is None:
         return schedule
     if written:
@@ -285,7 +285,7 @@ def replace_attention(
 
 
 def checked_dtype(name: str) -> str:
-    """Return the dtype by its long name. Raises UnsupportedError."""
+    """Return the long name of a dtype, such as `bfloat16` for `bf16`. Raises UnsupportedError."""
     found = SHORT_NAMES.get(name, name)
     if found not in ("float64", "float32", "bfloat16"):
         raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {found!r}")
@@ -295,7 +295,7 @@ def checked_dtype(name: str) -> str:
 def source_of(
     model: str | None, run: RunConfig | None, random_weights: bool
 ) -> tuple[ModelConfig, bool]:
-    """Return the model's source, and whether its weights are random although it has a folder."""
+    """Return the source of the model to verify, and whether to draw random weights for it."""
     if run is not None:
         return run.model, False
     if model is None:

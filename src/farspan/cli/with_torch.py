@@ -67,7 +67,7 @@ FURTHEST = "gradients furthest from plain autograd's"
 def train_and_tell(
     run: RunConfig, notes: Sequence[str], trace: Path | None = None, *, in_json: bool
 ) -> None:
-    """Train and print the result. Raises typer.Exit with the command's exit code, and
+    """Train, and print the result. Always raises typer.Exit with the exit code of the command, or
     UnsupportedError."""
     before = metrics_sum(Path(run.folder))
     try:
@@ -90,8 +90,8 @@ def train_and_tell(
 
 
 def metrics_sum(folder: Path) -> int | None:
-    """Return a checksum of a run's metrics, or None without metrics. Unlike file times it needs no
-    clock."""
+    """Return a checksum of a run's metrics.jsonl, or None if there is none. It shows whether a
+    command changed the file, without relying on clocks."""
     try:
         return crc32((folder.expanduser() / "metrics.jsonl").read_bytes())
     except OSError:
@@ -99,7 +99,7 @@ def metrics_sum(folder: Path) -> int | None:
 
 
 def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> None:
-    """Write the report of a run that has ended, on rank 0, and print its place.
+    """Write the report of a run that has ended, on rank 0, and print its path.
 
     If the metrics equal `before`, the run took no step, and its report has nothing new. A report
     that cannot be written does not fail the run.
@@ -118,8 +118,8 @@ def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> No
 
 
 def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
-    """Merge adapters and print the result. Raises typer.Exit if the disk is full, and
-    UnsupportedError."""
+    """Merge a run's adapters into the base model, and print the result. Raises typer.Exit if the
+    disk is full, and UnsupportedError."""
     try:
         print(merge(source, folder, base).describe())
     except WriteFailed as error:
@@ -128,8 +128,8 @@ def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
 
 
 def push_and_tell(folder: Path, hub: HubConfig) -> None:
-    """Upload a model and print its address. Raises typer.Exit if the hub does not accept it, and
-    UnsupportedError."""
+    """Upload a run's model, and print its address. Raises typer.Exit if the hub does not accept it,
+    and UnsupportedError."""
     try:
         refuse_login(hub)
         print(f"uploaded {folder / 'model'} to {push(folder, hub)}")
@@ -166,10 +166,10 @@ def model_for(
     zero: bool = False,
     run: RunConfig | None = None,
 ) -> PreTrainedModel:
-    """Return the model to verify, in evaluation mode, as dropout plays no part in exactness. A
-    folder of adapters gives their base with new adapters. All adapter matrices are random, unless
-    `zero`: with zeros half of the gradients would be zero. A `run` with added tokens gets rows for
-    them."""
+    """Return the model to verify, in evaluation mode, since dropout plays no part in exactness. A
+    folder of adapters gives its base model with new adapters. Adapter matrices are random, unless
+    `zero`, because zeros would make half of the gradients zero. With `run`, the model has embedding
+    rows for tokens that the run adds."""
     source, _ = with_base(source)
     dtype = product_dtype(source, dtype)
     model = load_model(
@@ -209,8 +209,8 @@ def verify_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Print the notes, verify, and print the outcome. Raises typer.Exit with the command's exit
-    code, and UnsupportedError."""
+    """Print the notes, verify, and print the outcome. Raises typer.Exit with the exit code of the
+    command, and UnsupportedError."""
     run = VerificationRun(batch, context, documents, seed)
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
@@ -224,7 +224,7 @@ def verify_and_tell(
 
 
 def show_outcome(outcome: Verification) -> None:
-    """Print a verification."""
+    """Print the result of a verification."""
     table = Table("parameter", "relative error", "limit", title=FURTHEST)
     for entry in outcome.worst:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
@@ -246,7 +246,7 @@ def show_outcome(outcome: Verification) -> None:
 
 
 def show_approximation(found: Approximation) -> None:
-    """Print the distance of a sparse step from dense attention, by layer (OOMB's figure 7)."""
+    """Print by layer how far sparse gradients are from dense ones (OOMB's figure 7)."""
     modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
     title = f"APPROXIMATE: {title}" if found.hides else f"nothing is hidden: {title}"
@@ -272,8 +272,8 @@ def show_approximation(found: Approximation) -> None:
 def trained_model(
     model: str | None, run: RunConfig | None, dtype: str, seed: int
 ) -> tuple[PreTrainedModel, str]:
-    """Return the model of a run file at the start of its training, or of a folder or name with its
-    adapters, in evaluation mode; and the name of its tokenizer. Raises UnsupportedError."""
+    """Return a model in evaluation mode, and the name of its tokenizer: that of a run file at the
+    start of its training, or of a folder or hub name with adapters. Raises UnsupportedError."""
     if run is None:
         subject = subject_of(str(model), dtype, None)
         return subject.model(torch.device("cpu")), subject.tokenizer
@@ -302,8 +302,8 @@ def compare_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Print the notes, the share of dense attention that each selector and budget keeps on these
-    texts, and advice. Raises UnsupportedError."""
+    """Compare selectors and budgets of sparse attention on texts: print the notes, the share of
+    dense attention that each keeps, and advice. Raises UnsupportedError."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
     index = index_of(attention)
@@ -335,8 +335,8 @@ def index_and_tell(
     tokens: int,
     context: int,
 ) -> None:
-    """Make an index, write it and print how to use it. Raises typer.Exit if the disk is full, and
-    UnsupportedError."""
+    """Make an index of pages, write it and print how to use it. Raises typer.Exit if the disk is
+    full, and UnsupportedError."""
     ids = tokens_of(texts, load_tokenizer(tokenizer), 1, tokens, fixed=True)
     index = principal_index(model, ids, dim, context)
     try:
@@ -354,8 +354,8 @@ def index_and_tell(
 def tokens_of(
     texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: int, *, fixed: bool = False
 ) -> Tensor:
-    """Return the first tokens of the joined texts: [rows, context]. Raises UnsupportedError if
-    there are fewer; unless their number is `fixed`, it suggests a shorter context."""
+    """Return the first tokens of the joined texts, [rows, context]. Raises UnsupportedError if
+    there are too few; the message suggests a shorter context, unless the context is `fixed`."""
     found: list[np.ndarray] = []
     files = list(dict.fromkeys(path for text in texts for path in find_files(text, "--text")))
     for path in files:
@@ -373,7 +373,7 @@ def tokens_of(
 
 
 def show_masses(found: KeptMass) -> None:
-    """Print the table of selectors and budgets."""
+    """Print how much of dense attention each selector and budget keeps, as a table."""
     columns = [name for chooser in found.names for name in (chooser, "worst (layer)")]
     title = (
         f"attention mass seen by {found.queries:,} queries of the last chunk, "
@@ -390,8 +390,8 @@ def show_masses(found: KeptMass) -> None:
 
 
 def kept_words(found: KeptMass, budget: int, losses: dict[str, float]) -> list[str]:
-    """Return the conclusions from the table, one sentence per line, and options to type. `losses`
-    are at this budget."""
+    """Return conclusions from the table of `show_masses`, one sentence per line, and options to
+    type. `losses` are the losses at this budget, by selector."""
     lines = [_in_the_whole_model(found), _in_every_layer(found)]
     if found.others:
         lines.append(
@@ -554,8 +554,8 @@ def trace_command(
 def refuse_two_subjects(
     model: str | None, record: Path | None, arguments: list[str] | None
 ) -> None:
-    """Raise UnsupportedError unless either a model or a program is given, and arguments only with a
-    program."""
+    """Raise UnsupportedError unless exactly one of a model and a program is given. Arguments are
+    allowed only with a program."""
     if record is not None and model is not None:
         raise UnsupportedError("record: records a program, not a model; leave out --model")
     if record is None and model is None:
@@ -567,7 +567,7 @@ def refuse_two_subjects(
 
 
 def read_contexts(context: str | None, contexts: str | None, steps: int | None) -> tuple[int, ...]:
-    """Return the length of each step; lengths repeat if there are more steps."""
+    """Return the tokens of each step; if there are more steps than lengths, these repeat."""
     if (context is None) == (contexts is None):
         raise UnsupportedError(
             "context: give either --context, or --contexts with the length of each step"
@@ -578,7 +578,7 @@ def read_contexts(context: str | None, contexts: str | None, steps: int | None) 
 
 
 def read_temporaries(text: str) -> Temporaries:
-    """Return the named kinds. Raises UnsupportedError for an unknown one."""
+    """Return the named kinds of temporary tensors. Raises UnsupportedError for others."""
     names = [] if text == NOTHING else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in tuple(Temporary):

@@ -29,7 +29,8 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Facts with a digest computed earlier, and a function that describes them if they differ."""
+    """Facts compared by a digest computed earlier, and a function that puts them into words if they
+    differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -40,7 +41,7 @@ Fact = str | Tensor | Mapping[str, Tensor] | Described
 
 @dataclass(slots=True)
 class Agreement:
-    """The facts of a rank about a call that it is about to make.
+    """One rank's facts about a call that all ranks are about to make.
 
     Note: [One exchange]. Ranks exchange a row of integers: a flag for a refusal, a digest of the
     facts of each scope, and the figures. If all agree, that is the only collective. Otherwise all
@@ -59,11 +60,11 @@ class Agreement:
         self.add({"call": self.call})
 
     def add(self, facts: Mapping[str, Fact], scope: tuple[str, ...] = EVERYWHERE) -> None:
-        """Require these facts, by name, to be the same on the ranks of a scope."""
+        """Add named facts that must be the same on all ranks of a scope."""
         self.facts.setdefault(scope, {}).update(facts)
 
     def digest(self, scope: tuple[str, ...], turn: int) -> int:
-        """Return a number that differs if the facts of a scope do."""
+        """Return a 64-bit digest of the facts of a scope, equal on ranks whose facts are equal."""
         found = hashlib.blake2b(digest_size=8)
         for name, fact in self.facts.get(scope, {}).items():
             found.update(f"\0{name}\0".encode())
@@ -77,7 +78,7 @@ class Agreement:
         return int.from_bytes(found.digest(), signed=True)
 
     def words(self, turn: int) -> dict[str, dict[str, str]]:
-        """Return the facts as text, for an error that names the difference."""
+        """Return the facts as text, by scope and name, for an error that names a difference."""
         said: dict[str, dict[str, str]] = {}
         for scope, facts in self.facts.items():
             own = said.setdefault(key_of(scope), {})
@@ -100,7 +101,7 @@ class Ranks(Protocol):
 
 @contextmanager
 def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
-    """Compare facts as `ParallelContext.agreement` does; without other ranks compare nothing."""
+    """Check facts as `ParallelContext.agreement` does; check nothing if this process is alone."""
     if ranks is None:
         mine = Agreement(call)
         yield mine
@@ -111,7 +112,8 @@ def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield the bytes of each tensor's next piece. See Note: [Contents]."""
+    """Yield bytes for a digest: each tensor's description and the elements whose turn it is, see
+    Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()

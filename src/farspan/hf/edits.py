@@ -246,9 +246,9 @@ PLAIN_SETTINGS = (
 
 
 def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Return the modules, tensors and settings of a layer, equal for layers that compute alike:
-    those of SmolLM3 with and without rotation differ by one flag. A layer with a hook or a replaced
-    forward equals no other."""
+    """Return a value that is equal for layers that compute alike: their modules, tensors and
+    settings. Layers of SmolLM3 with and without rotation differ by one flag. A layer with a hook or
+    a replaced forward equals no other."""
     modules = tuple((type(module), *_settings(module)) for module in layer.modules())
     parameters = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
     buffers = tuple(tuple(b.shape) for b in layer.buffers())
@@ -260,7 +260,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that is equal for equal settings; opaque objects equal only themselves."""
+    """Return a setting as a value that compares by content; other objects equal only themselves."""
     if isinstance(value, PLAIN_SETTINGS):
         return value
     if isinstance(value, Tensor):
@@ -278,7 +278,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_customised(layer: nn.Module) -> bool:
-    """Return whether a hook or a replaced forward makes this layer differ from all others."""
+    """Return whether the layer has a hook or a replaced forward."""
     return any(
         bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
         for m in layer.modules()

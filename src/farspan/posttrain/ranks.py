@@ -1,5 +1,5 @@
-"""A Trainer on several ranks: ranks that share a sequence act as one of its processes, and each
-replica with sequences of its own is one process."""
+"""A transformers Trainer on several ranks. Ranks that share a sequence act as one of its processes,
+so that each replica of the model counts as one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +22,8 @@ _GATHER = ("GRPOTrainer", "RLOOTrainer")
 
 
 def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelContext | None:
-    """Return the ranks of a Trainer's processes; None for one process. Raises UnsupportedError if
-    they cannot share a step of this kind of Trainer."""
+    """Return the communication context of a Trainer's processes, or None for one process. Raises
+    UnsupportedError if the processes cannot share a step of this class of Trainer."""
     processes = accelerator.num_processes
     if layout is not None and not isinstance(layout, Layout):
         raise UnsupportedError(
@@ -61,7 +61,7 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
 
 
 def share(accelerator: Any, ranks: ParallelContext) -> None:
-    """Make the accelerator distribute, gather and average as if replicas were its processes."""
+    """Make the accelerator distribute, gather and average as if its processes were the replicas."""
     layout, number = ranks.layout, ranks.rank.along["data"]
     every = range(layout.devices())
     along = [type(ranks.rank)(layout, n).along for n in every]
@@ -69,7 +69,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
     kind: Any = type(accelerator)
 
     class Replicas(kind):
-        """The accelerator state in which replicas count as processes."""
+        """Accelerator whose number of processes is the number of replicas."""
 
         @property
         def num_processes(self) -> int:
@@ -80,7 +80,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return number
 
         def gather(self, tensor: Any) -> Any:
-            """Gather the tensors of one rank of each replica, one replica after the other."""
+            """Gather the tensors of the first rank of each replica, in order."""
 
             def chosen(found: Tensor) -> Tensor:
                 return found.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
@@ -89,18 +89,18 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return apply(chosen, super().gather(tensor))
 
         def prepare_model(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
-            """Return the model unwrapped: a step sums gradients over ranks."""
+            """Return the model without DDP: a farspan step sums gradients itself."""
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """Run backward on the mean loss over replicas, whose gradients a step adds up."""
+            """Run backward on the loss divided by replicas: a step sums gradients."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas
 
 
 def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
-    """Give every rank of a pipeline all gradients: a layer's are computed by its stage alone."""
+    """Give every rank of a pipeline all gradients; each layer's exist on its stage only."""
     peers = ranks.among("pipeline")
     if peers.size == 1:
         return
@@ -115,14 +115,14 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Restore inside the block the requires_grad of parameters at the time they were sharded: peft
+    """Set requires_grad inside the block as it was when the parameters were sharded, since peft
     freezes adapters while they are off."""
     with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
 
 
 def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
-    """Return the model's state in main memory, with every parameter whole. All ranks call it."""
+    """Return the model's state dict in main memory, unsharded. All ranks call this."""
     own = sharded.sharded.parameters()
     wholes = {id(own[name]): whole.cpu().clone() for name, whole in sharded.sharded.wholes()}
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -133,7 +133,7 @@ def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 def cut_what_is_loaded(model: nn.Module) -> None:
-    """Make `load_state_dict` of a sharded model take whole weights and keep this rank's part."""
+    """Make a sharded model's `load_state_dict` keep this rank's part of unsharded weights."""
 
     def cut(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -144,8 +144,8 @@ def cut_what_is_loaded(model: nn.Module) -> None:
 
 
 def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's `state_dict` return whole tensors, so that all ranks must call it, and
-    cut the whole tensors that it loads."""
+    """Make the optimizer's `state_dict` return unsharded tensors, which all ranks must call, and
+    its `load_state_dict` accept them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def gathered(_: Any, found: dict[str, Any]) -> dict[str, Any]:

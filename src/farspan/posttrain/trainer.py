@@ -1,4 +1,4 @@
-"""transformers' Trainer, with farspan's steps.
+"""transformers' Trainer with farspan's steps.
 
     class LongDPOTrainer(farspan.LongContext, DPOTrainer): ...
 
@@ -171,8 +171,8 @@ class LongContext:
             weakref.finalize(self, setattr, forward, "step", None)  # frees the step's memory
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Trainer's accelerator, which leaves a model in main memory there if the
-        schedule says so, and does not wrap forwards."""
+        """Create the Trainer's accelerator so that it does not wrap forwards, and leaves a model in
+        main memory if the schedule says so."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.native_amp = False
         self._ranks = context_of(self.accelerator, self._layout, type(self))
@@ -187,8 +187,8 @@ class LongContext:
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Return the loss of one batch, over the trained tokens of all batches of the update;
-        gradients are in `.grad`."""
+        """Return the loss of one batch, divided by the trained tokens of all batches of the update.
+        Gradients are added to `.grad`."""
         self._count_draws()
         self._refuse_other_arguments()  # the user may have changed them since
         if self._by_values:
@@ -202,7 +202,7 @@ class LongContext:
         return loss
 
     def _follow_weights(self) -> None:
-        """Move the optimizer's states once the planner has moved the weights."""
+        """Move the optimizer's states to main memory, if the planner moved the weights."""
         steps = (self._one_pass, *(forward.step for forward in self._forwards[:1]))
         now = any(step is not None and step.plan and step.weights is not None for step in steps)
         if now and not self._moved:
@@ -235,8 +235,8 @@ class LongContext:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> "_Predicted":
-        """Return the loss of one batch. Raises UnsupportedError if outputs are requested: one row
-        of vocabulary size per token does not fit for a long sequence."""
+        """Return the loss of one batch. Raises UnsupportedError if outputs are requested: for a
+        long sequence, a row of vocabulary size per token does not fit in memory."""
         self._refuse_other_arguments()
         rewards = any(forward.classifies for forward in self._forwards)
         if not prediction_loss_only and not rewards:
@@ -260,9 +260,9 @@ class LongContext:
         return loss, None, None
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
-        """Compute the Trainer's own loss. A reference model's log-probabilities are computed first
-        and passed on: between the model's forward and its backward they would take the memory that
-        keeps the forward, which would have to run again."""
+        """Compute the loss with the Trainer's own method. A reference model's log-probabilities are
+        computed before: between the model's forward and backward they would take the memory that
+        keeps the forward's results, which would have to be computed again."""
         compute = super().compute_loss  # type: ignore[misc]
         names = next(
             (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()
@@ -278,8 +278,8 @@ class LongContext:
             self.precompute_ref_logps = False
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-        """Compute TRL's log-probabilities of the reference, which it may request for a whole
-        dataset in advance."""
+        """Compute the reference model's log-probabilities with TRL's method, which TRL may call for
+        a whole dataset in advance."""
         self._replace_forwards()
         return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
 
@@ -324,7 +324,7 @@ class LongContext:
         return step
 
     def _count_draws(self) -> None:
-        """Make the dropout of this call's steps that of a continued training."""
+        """Give dropout in this call the random numbers that a resumed training would draw."""
         updates, calls = self._calls
         now = self.state.global_step
         self._calls = now, calls + 1 if updates == now else 0
@@ -343,7 +343,7 @@ class LongContext:
         cut_what_is_loaded(self.model)
 
     def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
-        """Create the Trainer's own optimizer, with whole tensors in its saved state."""
+        """Create the Trainer's own optimizer, whose saved states are unsharded."""
         optimizer = super().create_optimizer(*args, **keywords)  # type: ignore[misc]
         if self._sharded is not None:
             keep_states_whole(optimizer)
@@ -362,7 +362,7 @@ class LongContext:
             (Path(output_dir) / _MOVED).touch()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the Trainer's own states; weights and states go to main memory if the planner had
+        """Load the Trainer's saved states. Weights and states go to main memory if the planner had
         moved them there."""
         of_planner = self._schedule == AUTO and self._ranks is None and checkpoint is not None
         if of_planner and (Path(str(checkpoint)) / _MOVED).exists():
@@ -379,7 +379,7 @@ class LongContext:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _refuse_other_methods(self) -> None:
-        """Raise UnsupportedError if the class is seen to compute another loss."""
+        """Raise UnsupportedError if overridden methods may compute another loss."""
         kinds = type(self).__mro__
         behind = kinds[kinds.index(LongContext) + 1 :]
         others = [kind for kind in kinds if kind is not LongContext]
@@ -432,7 +432,7 @@ class LongContext:
             )
 
     def _leave_checkpointing(self) -> None:
-        """Turn off the gradient checkpointing that the arguments would turn on."""
+        """Turn off gradient checkpointing: the schedule decides what to recompute."""
         names = ("gradient_checkpointing", "activation_checkpointing")  # renamed in 5.23
         if not any(getattr(self.args, name, None) for name in names):
             return
@@ -445,8 +445,8 @@ class LongContext:
             self.model.disable_input_require_grads()
 
     def _leave_autocast(self) -> None:
-        """Replace autocast by the dtype of the weights. Raises UnsupportedError if the user asked
-        for another dtype and the configuration did not turn autocast on by itself."""
+        """Turn off autocast: steps compute in the weights' dtype. Raises UnsupportedError if the
+        user, rather than a default of the configuration, asked for another dtype."""
         if not self.args.bf16:
             return
         dtype = self.model.dtype
@@ -466,8 +466,8 @@ class LongContext:
 
 
 class _Forward:
-    """Replaces the forward of a model that TRL gave a fused head, or of a classifier: a step
-    computes the outputs for each token, or sequence."""
+    """Replacement for the forward of a model to which TRL gave a fused head, or of a classifier. A
+    farspan step computes the head's outputs for each token or sequence."""
 
     def __init__(
         self,
@@ -475,8 +475,8 @@ class _Forward:
         step_of: Callable[..., Step],
         beside: "list[_Forward]",
     ) -> None:
-        """Replace the forward of `model`; `beside` has all replaced forwards of a Trainer, which
-        share memory in turn."""
+        """Replace the forward of `model`. `beside` lists all replaced forwards of a Trainer, which
+        use the same memory one after the other."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._own = base.forward
         self._function = getattr(self._own, "__func__", None)
@@ -514,7 +514,7 @@ class _Forward:
         return type(self._base).forward.__get__(copy.deepcopy(self._base, memo))
 
     def _log_probs(self, inputs: dict[str, Any], count: Any) -> Any:
-        """Return the outputs of TRL's fused head, [batch, tokens - 1] each."""
+        """Return the outputs of TRL's fused head, each of shape [batch, tokens - 1]."""
         ids, labels, documents = _batch(inputs, self._base.config)
         targets = shift_labels(labels, documents)
         mask = targets[:, :-1] != IGNORED
@@ -529,7 +529,7 @@ class _Forward:
         return output(loss=-found["log_probs"].sum() / total, label_mask=mask, **found)
 
     def _rewards(self, inputs: dict[str, Any]) -> SequenceClassifierOutputWithPast:
-        """Return logits [batch, labels] of each sequence, at its last token that is not padding."""
+        """Return logits [batch, labels], each at its sequence's last token before padding."""
         if inputs.pop("labels", None) is not None:
             raise UnsupportedError(
                 "labels: the loss of a reward model compares pairs; leave labels out"
@@ -565,8 +565,8 @@ class _Forward:
 
 
 def _asks_for_values(kind: type) -> bool:
-    """Return whether this TRL trainer computes its loss from its model's outputs for each token.
-    Trainers that TRL derives from such ones (GKDTrainer) read logits."""
+    """Return whether this TRL trainer computes its loss from a few outputs per token. Trainers that
+    TRL derives from such ones (GKDTrainer) read logits."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl")
     base = next(own, object)
     if base.__name__ not in _BY_VALUES:
@@ -575,14 +575,14 @@ def _asks_for_values(kind: type) -> bool:
 
 
 class Trainer(LongContext, HuggingFaceTrainer):
-    """`transformers.Trainer` with farspan's steps; `schedule` is that of `farspan.Step`."""
+    """`transformers.Trainer` with farspan's steps; `schedule` is as for `farspan.Step`."""
 
 
 def _batch(
     inputs: Mapping[str, Any], config: PretrainedConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return inputs, labels and documents, [batch, tokens] each, from a collator's batch for a
-    model of this configuration."""
+    """Return input ids, labels and document ids, each [batch, tokens], from a collator's batch for
+    a model of this configuration."""
     unknown = {k for k, v in inputs.items() if v is not None} - _READ - _IMPLIED
     if unknown:
         raise UnsupportedError(f"inputs: a step does not read {sorted(unknown)[0]}; leave it out")

@@ -1,1 +1,1 @@
-"""Reports of planned and measured values: text, tables, pages, snapshots."""
+"""Reports of planned and measured values as text, tables, HTML pages and memory snapshots."""

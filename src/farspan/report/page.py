@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: no network, no other file.
+"""HTML pages that need no network and no other file.
 
     text = html_page("A title", {"any": "JSON"}, "plan.js")
 
@@ -38,8 +38,8 @@ LICENCE = "uplot/LICENSE"
 
 
 def html_page(title: str, data: Mapping[str, Any], script: str) -> str:
-    """Return a whole page as text; `script` is a file of `page/`. No text in `data` can end the
-    script element that contains it."""
+    """Return a whole HTML page; `script` is the file of `page/` that draws `data`. No text in
+    `data` can end the script element that contains it."""
     styles = "\n".join(f"<style>{_asset(name)}</style>" for name in STYLES)
     scripts = "\n".join(f"<script>{_asset(name)}</script>" for name in (*SCRIPTS, script))
     return f"""<!doctype html>
@@ -66,8 +66,8 @@ def html_page(title: str, data: Mapping[str, Any], script: str) -> str:
 
 
 def page_json(data: Any) -> str:
-    """Return data as JSON that is safe inside a script element. It contains no `<`, so neither an
-    end of the element nor a comment can begin."""
+    """Return data as JSON for a script element. It contains no `<`, so neither an end of the
+    element nor a comment can begin inside it."""
     text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -87,7 +87,7 @@ def _finite(value: Any) -> Any:
 
 @cache
 def _asset(name: str) -> str:
-    """Return a file of `page/`, which must not end the element that will contain it."""
+    """Return the text of a file in `page/`, which must not end the element that contains it."""
     text = (files("farspan.report") / "page" / name).read_text(encoding="utf-8")
     assert not any(end in text for end in ("</script", "</style", "-->")), name
     return text

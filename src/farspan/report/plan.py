@@ -1,4 +1,4 @@
-"""A plan as a short answer, as tables, and its step as a trace of events."""
+"""Views of a plan: a short answer, tables, and its step as a trace of events."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -84,7 +84,7 @@ LANES = {
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Show a plan in full: verdict, bytes, seconds, schedule, runners-up."""
+    """Return all details of a plan as tables: verdict, bytes, seconds, schedule, runners-up."""
     near = plan.question.near()
     parts: list[RenderableType] = [
         verdict(plan),
@@ -116,25 +116,25 @@ BOUND = {
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the answer as plain text."""
+    """Return the answer about a plan as plain text."""
     return "\n".join(answer_lines(plan))
 
 
 def answer_view(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> Text:
-    """Return the answer for a terminal, with its verdict in green or red."""
+    """Return the answer about a plan for a terminal, with the verdict in green or red."""
     text = Text("\n".join(answer_lines(plan, room, run_file)), no_wrap=True, overflow="ignore")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     return text
 
 
 def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> list[str]:
-    """Return the answer in at most `room` lines of 80 columns. It says whether the plan fits and
-    how, else which memory is short and which changes help. If there is little room, fewer causes
-    are named, then the last words are left out."""
+    """Return the answer about a plan in at most `room` lines of 80 columns: whether it fits and
+    how, else which memory is short and which changes help. If the lines do not suffice, smaller
+    causes are summed up first, then the last words are dropped."""
     head = [*_folded(answer(plan)), *_folded(subject(plan)), ""]
     end, said, lines = ["", ALL], list(_change_parts(plan)), head
     if plan.fits:
-        first, *others = map(_folded, _words_of(plan, run_file))
+        first, *others = map(_folded, _fitting_lines(plan, run_file))
         end, said = [ALL], [["", *first], *others]
     for most in CAUSES if plan.fits else CAUSES[1:]:
         lines = [*head, *_tier_lines(plan, most)]
@@ -146,7 +146,7 @@ def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> lis
     return [*lines, *end]
 
 
-def _words_of(plan: Plan, run_file: str) -> Iterator[str]:
+def _fitting_lines(plan: Plan, run_file: str) -> Iterator[str]:
     """Yield the lines about a plan that fits, the most important first."""
     yield _step_words(plan)
     yield _schedule_sentence(plan)
@@ -163,7 +163,7 @@ def answer(plan: Plan) -> str:
 
 
 def short_words(plan: Plan) -> str:
-    """Name the tiers that are too small, and the bytes that are missing."""
+    """Name the memory tiers that are too small, and the bytes that each lacks."""
     if plan.question.machine.unified:
         return f"lacks {write_bytes(-fuller(plan)[1].left)} of memory"
     tiers = (("device", plan.device), ("main", plan.host))
@@ -176,7 +176,7 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Yield the bytes of both tiers, or of the short ones, with their `most` largest causes."""
+    """Yield the bytes and the `most` largest causes of each tier, or of each too small one."""
     tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
         tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
@@ -186,7 +186,7 @@ def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
 
 
 def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
-    """Return a tier's bytes and its causes, the largest first."""
+    """Return a line with a tier's total, and lines with its causes, the largest first."""
     parts = sorted((part for part in budget.parts.items() if part[1]), key=lambda part: -part[1])
     rows = [(part_words(name), size) for name, size in parts]
     if len(rows) > most:
@@ -224,7 +224,7 @@ def _runners_up(plan: Plan) -> str:
 
 
 def _change_parts(plan: Plan) -> Iterator[list[str]]:
-    """Yield the lines of the cheapest changes, a list for each change."""
+    """Yield the lines of text about each of the cheapest changes."""
     if not plan.remedies:
         yield ["", *_folded(f"changes: {NOTHING_HELPS}; use fewer tokens, or larger GPUs")]
     for place, change in enumerate(change_words(plan)):
@@ -233,7 +233,7 @@ def _change_parts(plan: Plan) -> Iterator[list[str]]:
 
 
 def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
-    """Yield the cheapest changes that make a plan fit, each with the results to expect."""
+    """Yield a line per cheap change that makes a plan fit: its step time, and its results."""
     for remedy in plan.remedies[:most]:
         gives = f"{write_seconds(remedy.seconds)} a step" if remedy.seconds else ""
         results = "the same results" if remedy.same else "other results"
@@ -245,7 +245,7 @@ def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> Text:
-    """Say whether a plan fits and the bytes to spare, or the shortage and the changes that help."""
+    """Return a text that says whether a plan fits, and the spare bytes or the changes that help."""
     text = Text(f"{answer(plan)}\n{subject(plan)}\n")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     more = verdict_lines(plan) if plan.fits else [plan.reason] * bool(plan.reason)
@@ -259,12 +259,12 @@ def verdict(plan: Plan) -> Text:
 
 
 def chosen_words(plan: Plan) -> str:
-    """Say where states, weights and gradients live, and how long a step takes."""
+    """Say where optimizer states, weights and gradients live, and how long a step takes."""
     return f"{place_words(plan.question)}, {write_seconds(plan.seconds.total)} a step"
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """Return the memory that a plan leaves free, and a warning if it is tight."""
+    """Return a line with the memory that a plan leaves free, and a warning if the plan is tight."""
     lines = [f"{_spare(plan.device)} on the device, {_spare(plan.host)} on the host"]
     if plan.question.machine.unified:
         lines = [f"{_spare(plan.device)} in the memory that device and host share"]
@@ -272,7 +272,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def tight_words(plan: Plan) -> str:
-    """Return the warning that less than the margin stays free, and say why the margin exists."""
+    """Return the warning that less memory than the margin stays free, and the margin's reason."""
     margin, machine = plan.question.margin, plan.question.machine
     if not machine.unified and plan.device.left < margin.device:
         size, what, left = margin.device, "of a device", plan.device.left
@@ -287,7 +287,7 @@ def tight_words(plan: Plan) -> str:
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Yield notes on everything that a user of the plan has to know before training."""
+    """Yield notes that a user of the plan has to know before training."""
     question = plan.question
     if question.machine.name in names() and (note := read(question.machine.name).note):
         yield note
@@ -304,11 +304,11 @@ def notes(plan: Plan) -> Iterator[str]:
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
     if question.optimizer is Optimizer.DISK:
-        yield _wear(question)
+        yield _drive_wear(question)
     if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:
         yield EIGHT_BIT
     if question.nf4:
-        yield from _packed(question)
+        yield from _quantisation_note(question)
     yield from loss_words(plan)
     if question.sparse is not None:
         yield SPARSE if plan.hides else SEES_ALL
@@ -323,8 +323,8 @@ def notes(plan: Plan) -> Iterator[str]:
 ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
 
 
-def _wear(question: Question) -> str:
-    """Describe the time and the wear of a drive by one update."""
+def _drive_wear(question: Question) -> str:
+    """Describe the seconds and the share of a drive's endurance that each update takes."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
         f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s at "
@@ -335,7 +335,7 @@ def _wear(question: Question) -> str:
 
 
 def drive_json(question: Question) -> dict[str, Any]:
-    """Return time and wear of the drive for JSON; empty if no states are on a drive."""
+    """Return the drive's time and wear per update for JSON; empty if no states are on a drive."""
     size = drive_bytes(question) * question.near()
     if not size:
         return {}
@@ -353,7 +353,7 @@ PLACES = {
 
 
 def loss_words(plan: Plan) -> Iterator[str]:
-    """Describe the cost of a loss of log-probabilities over one pass, and its reference's place."""
+    """Describe what a loss of log-probabilities, and its reference model, cost per step."""
     loss = plan.question.loss
     if not loss.is_cut:
         return
@@ -381,7 +381,7 @@ PAIRS = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
 
 
 def loss_json(plan: Plan) -> dict[str, Any]:
-    """Return the seconds of a loss of log-probabilities for JSON; empty for other losses."""
+    """Return the seconds per step in one pass, with log-probabilities, and with a reference."""
     if not plan.question.loss.is_cut:
         return {}
     one, cut, whole = loss_seconds(plan)
@@ -389,8 +389,8 @@ def loss_json(plan: Plan) -> dict[str, Any]:
     return {"seconds_of_loss": dict(zip(names, (one, cut, whole), strict=True))}
 
 
-def _packed(question: Question) -> Iterator[str]:
-    """Warn if four bits save less than half of the weights."""
+def _quantisation_note(question: Question) -> Iterator[str]:
+    """Warn if 4-bit quantisation saves less than half of the bytes of the weights."""
     model = question.model
     plain = model.parameters * model.element_bytes
     packed = plain - sum(layer.work.packed for layer in model.layers)
@@ -404,7 +404,7 @@ def _packed(question: Question) -> Iterator[str]:
 
 
 def subject(plan: Plan) -> str:
-    """Return the question of a plan in a line: model, tokens, devices, optimizer."""
+    """Describe in one line what a plan is for: model, tokens, devices, optimizer."""
     question = plan.question
     run, attention = question.run, ""
     if question.sparse is not None:
@@ -437,7 +437,7 @@ def _spare(budget: Budget) -> str:
 
 
 def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
-    """Show a tier's bytes by cause, the largest first; bars are shares of the limit."""
+    """Return a table of a tier's bytes by cause, the largest first, with bars for shares."""
     used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
     used += f", {write_bytes(reserve)} in reserve" if reserve else ""
     whole = max(budget.limit, budget.total)
@@ -447,7 +447,7 @@ def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
 
 
 def seconds_table(plan: Plan) -> RenderableType:
-    """Show a step's time, how long each lane of the machine is busy, tokens a second and MFU."""
+    """Return a table of a step's time, its compute and copies, tokens per second and MFU."""
     seconds = plan.seconds
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
     waiting = seconds.exposed(overlap=plan.question.overlap)
@@ -462,7 +462,7 @@ def seconds_table(plan: Plan) -> RenderableType:
 
 
 def schedule_view(plan: Plan) -> RenderableType:
-    """Show the schedule in words and, if it fits, why it was chosen."""
+    """Return the schedule in words and, if the plan fits, the reason it was chosen."""
     question, layers = plan.question, most_layers(plan.question)
     of_all = question.model, question.run.tokens, plan.schedule, question.layout
     title = Text("schedule: ")
@@ -478,7 +478,7 @@ def schedule_view(plan: Plan) -> RenderableType:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """Show the plan and its runners-up in a table."""
+    """Return a table of the plan and its runners-up."""
     columns = ("strategy", "fits", "step", "device", "host", "chunk", "groups")
     table = lines_table("the choice and its runners-up", *columns, "O kept", "rest kept")
     for other in (plan, *plan.alternatives):
@@ -504,8 +504,8 @@ def contexts_view(
     strategies: Iterable[str],
     max_step: float = math.inf,
 ) -> RenderableType:
-    """Show the longest context of each strategy whose step takes at most `max_step` seconds.
-    `plans` has the strategies that fit at some length."""
+    """Return a table of the longest context per strategy with steps of at most `max_step` seconds.
+    Strategies missing from `plans` fit at no length."""
     header = f"longest context of {question.model.name}, {devices_words(question)}"
     if not math.isinf(max_step):
         header += f", steps of at most {write_seconds(max_step)}"
@@ -534,7 +534,7 @@ def _rate(plan: Plan) -> str:
 
 
 def _share(budget: Budget) -> str:
-    """Return the share of the tier's limit in use; if it has no limit, the bytes."""
+    """Return the used share of the tier's limit as text, or the bytes if there is no limit."""
     if budget.limit <= 0:
         return write_bytes(budget.total)
     return f"{budget.total / budget.limit:.0%}"
@@ -567,7 +567,7 @@ MODES = {
 
 
 def timeline_json(plan: Plan) -> dict[str, Any]:
-    """Return the trace of a plan, ready to be written as JSON. Times are microseconds."""
+    """Return the planned step as a trace for JSON. Times are microseconds."""
     program, planned = step_spans(plan)
     about = {
         "model": plan.question.model.name,
@@ -584,8 +584,8 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 def spans_json(
     found: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
 ) -> dict[str, Any]:
-    """Return planned or measured spans as a trace of one process, with a row for each lane. It
-    begins at 0: a GPU's first copies may run before the mark of the step's start."""
+    """Return planned or measured spans as the trace of one process, with a row for compute and for
+    each kind of copy. It begins at 0, though first copies may run before the recorded start."""
     found = list(found)
     early = min((span.start for _, span in found), default=0.0)
     events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in found]
@@ -601,8 +601,8 @@ def _later(span: Span, seconds: float) -> Span:
 
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
-    """Return the slowest rank's program and its spans: which lane each instruction keeps busy.
-    Times are seconds from the step's start. The update is last, unless it overlaps the next
+    """Return the program of the slowest rank and its spans: when instructions keep compute and
+    copies busy, in seconds from the step's start. The update is last, unless it overlaps the next
     step."""
     question = plan.question
     ranks = [program for _, program in programs(question, plan.schedule)]
@@ -611,11 +611,11 @@ def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
 
 
 def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
-    """Return the spans of one rank's program, as `step_spans` does."""
+    """Return the planned spans of one rank's program, in seconds from the step's start."""
     question = plan.question
     prices = Prices(question, program, together=question.overlap)
     beside = update_overlaps(question)
-    busy = spans(prices, beside=beside) if question.overlap else tuple(_in_line(prices))
+    busy = spans(prices, beside=beside) if question.overlap else tuple(_serial_spans(prices))
     end = max((span.end for span in busy), default=0.0)
     update = plan.seconds.optimizer + plan.seconds.beside
     if update:
@@ -624,15 +624,15 @@ def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
     return busy
 
 
-def _in_line(prices: Prices) -> Iterator[Span]:
-    """Yield spans one after the other, for instructions and for the lanes of each."""
+def _serial_spans(prices: Prices) -> Iterator[Span]:
+    """Yield the spans of a step in which nothing overlaps, one after the other."""
     now = 0.0
     for index, instruction in enumerate(prices.program.instructions):
         cost = prices.of(instruction)
         parts = (
             ("fetch", cost.fetch),
             ("compute", cost.compute + cost.host),
-            ("collective", cost.collective + _closing(prices, instruction)),
+            ("collective", cost.collective + _group_seconds(prices, instruction)),
             ("evict", cost.evict),
         )
         for lane, seconds in parts:
@@ -641,9 +641,9 @@ def _in_line(prices: Prices) -> Iterator[Span]:
                 now += seconds
 
 
-def _closing(prices: Prices, instruction: Instruction) -> float:
-    """Return the seconds to gather a group's weights and to reduce their gradients. The trace shows
-    them where the group closes."""
+def _group_seconds(prices: Prices, instruction: Instruction) -> float:
+    """Return the seconds to gather the weights of a group of layers and to reduce its gradients.
+    The trace shows both where the group closes."""
     if not isinstance(instruction, Close):
         return 0.0
     program = prices.program
@@ -654,8 +654,8 @@ def _closing(prices: Prices, instruction: Instruction) -> float:
 
 
 def _event(program: Program, span: Span, process: int) -> dict[str, Any]:
-    """Return a span as a complete trace event. Both ends are whole nanoseconds, so that neighbours
-    meet and do not overlap."""
+    """Return a span as a complete trace event. Start and end are whole nanoseconds, so that
+    neighbouring spans meet without overlap."""
     start, end = (round(time * 1e9) for time in (span.start, span.end))
     return {
         "name": span_words(program, span),
@@ -670,7 +670,7 @@ def _event(program: Program, span: Span, process: int) -> dict[str, Any]:
 
 
 def span_words(program: Program, span: Span) -> str:
-    """Name the work of a span: `F 3.5` is the forward of layer 3, chunk 5."""
+    """Return a span's label in the trace: `F 3.5` is the forward of layer 3, chunk 5."""
     if span.index == UPDATE:
         return "optimizer's update"
     instruction = program.instructions[span.index]

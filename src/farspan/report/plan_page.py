@@ -1,4 +1,4 @@
-"""The page of a plan and its alternatives: a step's memory, and its walk over layers and chunks.
+"""HTML page of a plan and its alternatives: a step's memory, and how it visits layers and chunks.
 
 A step is drawn in frames, each of an equal number of neighbouring cells. A frame shows the memory
 of the fullest moment in it, so that no peak is lost. At most `ROWS_SHOWN` layers and
@@ -71,21 +71,21 @@ Cells = Forward | Backward | Head
 
 @dataclass(frozen=True, slots=True)
 class StepFrames:
-    """Frames that a page shows of a step, in order. Frame i ends before instruction `ends[i]`, and
-    the cell `shown[i]` represents it."""
+    """A step's instructions divided into frames, of which the page draws one at a time. Frame i
+    ends before instruction `ends[i]`, and the page names instruction `shown[i]` for it."""
 
     ends: tuple[int, ...]
     shown: tuple[int, ...]
     cells: int  # number of cells in the whole step
 
     def of(self, index: int) -> int:
-        """Return the frame that contains an instruction."""
+        """Return the number of the frame that contains the instruction at `index`."""
         return min(bisect_left(self.ends, index + 1), len(self.ends) - 1)
 
 
 def frames_of(program: Program, most: int, layers: set[int], chunks: set[int]) -> StepFrames:
-    """Cut a program into at most `most` frames with equal numbers of cells. A cell of the given
-    layers and chunks represents its frame, if the frame has one."""
+    """Divide a program into at most `most` frames with equal numbers of cells. Each frame is
+    represented by its last cell among the given layers and chunks, or by its last cell."""
     instructions = program.instructions
     cells = [index for index, i in enumerate(instructions) if isinstance(i, Cells)]
     count = min(most, len(cells))
@@ -114,8 +114,8 @@ def thinned(numbers: Sequence[int], most: int) -> list[int]:
 def step_json(
     plan: Plan, frames: int = FRAMES, rows: int = ROWS_SHOWN, columns: int = COLUMNS_SHOWN
 ) -> dict[str, Any]:
-    """Return a plan's step for `farspan.step` of the page. It has the `time` of each frame (seconds
-    from the step's start), the memory of both tiers by cause, and the walk."""
+    """Return a plan's step as data for `farspan.step` of the page: the `time` of each frame
+    (seconds from the step's start), memory by tier and cause, and the order of layers and cells."""
     program, spans = step_spans(plan)
     begins = {span.index: span.start for span in spans if span.lane == "compute"}
     end = max((span.end for span in spans), default=0.0)
@@ -134,8 +134,8 @@ def drawn_walk(
     rows: int = ROWS_SHOWN,
     columns: int = COLUMNS_SHOWN,
 ) -> tuple[StepFrames, dict[str, Any]]:
-    """Return a step's frames, and the step for the page without its memory. `begins` maps
-    instructions to seconds from the step's start; the step takes `end` seconds."""
+    """Return a step's frames, and the page's data of the step except its memory. `begins` maps
+    instruction indices to seconds from the step's start; the step takes `end` seconds."""
     groups = [program.groups[group] for group in program.own_groups()]
     layers = thinned(range(groups[0][0], groups[-1][1]), rows)
     chunks = thinned(range(len(program.chunks)), columns)
@@ -145,7 +145,7 @@ def drawn_walk(
         "time": [_rounded(when, end) for when in _times(at, begins)],
         "walk": walk_json(program, at, layers, chunks),
         "phases": list(_phases(program, begins, end)),
-        "thinned": _thinned(program, at, len(layers), len(chunks)),
+        "thinned": _omitted_words(program, at, len(layers), len(chunks)),
     }
 
 
@@ -174,8 +174,8 @@ DRAWN = (
 
 @dataclass(frozen=True, slots=True)
 class PageOf:
-    """Plans for one page, and the question that they answer. `plans` are the best of a context and
-    its alternatives; `longest` are the plans of the longest contexts, by strategy."""
+    """Plans to draw on one page, and the question that they answer. `plans` are the best plan for a
+    context and its alternatives; `longest` are the plans of longest contexts, by strategy."""
 
     plans: Sequence[Plan]
     longest: Mapping[str, Plan] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class PageOf:
 
 
 def plan_page(of: PageOf) -> str:
-    """Return the page as text. Raises UnsupportedError if there is no plan to show."""
+    """Return the page as HTML. Raises UnsupportedError if there is no plan to show."""
     longest = sorted(
         of.longest.values(), key=lambda plan: (-plan.question.run.tokens, plan.seconds.total)
     )
@@ -211,7 +211,7 @@ def plan_page(of: PageOf) -> str:
 
 
 def _machine(plan: Plan) -> dict[str, str]:
-    """Return facts about the machine and the version of farspan."""
+    """Return lines about the machine and the version of farspan."""
     question = plan.question
     return {
         "machine": devices_words(question),
@@ -223,7 +223,7 @@ def _machine(plan: Plan) -> dict[str, str]:
 
 
 def plan_json(plan: Plan, place: int) -> dict[str, Any]:
-    """Return one plan for the page, the first in more detail, with numbers of `Plan.to_json`."""
+    """Return a plan as data for the page, with numbers of `Plan.to_json`; the first has more."""
     question = plan.question
     schedule, layers = stage_schedule(question, plan.schedule), most_layers(question)
     chunks = chunks_of(question.model, question.run.tokens, plan.schedule, question.layout)
@@ -262,7 +262,7 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
 
 
 def _budget(budget: Budget) -> dict[str, Any]:
-    """Return a tier's parts with their names, the largest first."""
+    """Return a tier's bytes by cause as data for the page, the largest first."""
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
     return {
         "total": budget.total,
@@ -276,7 +276,7 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
     """Return a tier's memory by cause, the lowest in the chart first. A constant cause has its
-    bytes; a varying one has multiples of `unit` bytes, at the fullest moment of each frame."""
+    bytes; a varying one has a value per frame, of its fullest instruction, in `unit` bytes."""
     varying = _of_buffers(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
@@ -290,7 +290,7 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
 
 
 def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return the bytes of each part's buffers at the fullest moment of each frame."""
+    """Return the bytes of live buffers by cause, at the fullest instruction of each frame."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
@@ -304,7 +304,7 @@ def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[
             if buffer.tier is not tier:
                 continue
             size = buffer.bytes if isinstance(i, Allocate) else -buffer.bytes
-            live[_part(buffer)] += size
+            live[_budget_part(buffer)] += size
             total += size
             if total > most:
                 most, fullest = total, dict(live)
@@ -317,8 +317,8 @@ def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[
     return dict(fullest_by_part)
 
 
-def _part(buffer: Buffer) -> str:
-    """Return the part of a budget that counts a buffer, as `evaluate.arena_parts` does."""
+def _budget_part(buffer: Buffer) -> str:
+    """Return the cause that counts a buffer's bytes, as in `evaluate.arena_parts`."""
     is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
     return "slots" if is_slot else str(buffer.kind)
 
@@ -326,8 +326,8 @@ def _part(buffer: Buffer) -> str:
 # -- the walk --------------------------------------------------------------------------------------
 
 
-class _Left(NamedTuple):
-    """Tensors of one kind that a cell leaves behind, or the input of the group at `layer`."""
+class _CellTensor(NamedTuple):
+    """Key of a tensor that a cell (layer, chunk) leaves in memory, or of a group's input."""
 
     kind: Kind
     layer: int
@@ -336,15 +336,15 @@ class _Left(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """Places of the tensors of the shown cells, updated instruction by instruction."""
+    """Where the tensors of the cells on the page are stored, updated instruction by instruction."""
 
     program: Program
     layers: dict[int, int]  # layer to its row on the page
     chunks: dict[int, int]  # chunk to its column on the page
-    holders: dict[_Left, set[str]] = field(default_factory=lambda: defaultdict(set))
-    held: dict[str, set[_Left]] = field(default_factory=lambda: defaultdict(set))
+    holders: dict[_CellTensor, set[str]] = field(default_factory=lambda: defaultdict(set))
+    held: dict[str, set[_CellTensor]] = field(default_factory=lambda: defaultdict(set))
     phases: dict[tuple[int, int], int] = field(default_factory=dict)
-    changed: set[_Left] = field(default_factory=set)
+    changed: set[_CellTensor] = field(default_factory=set)
 
     def follow(self, i: Instruction) -> None:
         match i:
@@ -370,20 +370,24 @@ class _Grid:
             if buffer is not None:
                 self._put(buffer, i.chunk, i.layer)
         if i.graph:
-            self._hold(f"graph of {i.layer}, {i.chunk}", _Left(Kind.ACTIVATIONS, i.layer, i.chunk))
+            self._hold(
+                f"graph of {i.layer}, {i.chunk}", _CellTensor(Kind.ACTIVATIONS, i.layer, i.chunk)
+            )
 
     def _phase(self, layer: int, chunk: int, phase: int) -> None:
         if layer in self.layers and chunk in self.chunks:
             self.phases[layer, chunk] = phase
-            self.changed.add(_Left(Kind.KV, layer, chunk))
+            self.changed.add(_CellTensor(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
-        """Note that a buffer has a chunk's part of its layer; slots keep nothing."""
+        """Note which chunk's tensors a buffer holds, unless it only stages copies (layer < 0)."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
-            self._hold(name, _Left(buffer.kind, buffer.layer if layer is None else layer, chunk))
+            self._hold(
+                name, _CellTensor(buffer.kind, buffer.layer if layer is None else layer, chunk)
+            )
 
-    def _hold(self, name: str, cell: _Left) -> None:
+    def _hold(self, name: str, cell: _CellTensor) -> None:
         if cell.chunk not in self.chunks:
             return
         self.holders[cell].add(name)
@@ -396,16 +400,16 @@ class _Grid:
             self.changed.add(cell)
 
     def place(self, kind: Kind, layer: int, chunk: int) -> int:
-        """Return the nearest place: 0 nowhere, 1 on the host, 2 on the device."""
+        """Return the fastest memory that holds a tensor: 0 none, 1 the host, 2 the device."""
         buffers = self.program.buffers
         tiers = (
             buffers[name].tier if name in buffers else Tier.DEVICE
-            for name in self.holders[_Left(kind, layer, chunk)]
+            for name in self.holders[_CellTensor(kind, layer, chunk)]
         )
         return max((PLACE[tier] for tier in tiers), default=0)
 
     def state(self, layer: int, chunk: int) -> int:
-        """Return two bits for the place of each kind of tensor, and the phase above them."""
+        """Return a cell's state as bits: two for the place of each tensor, then the phase."""
         bits = (self.place(kind, layer, chunk) << 2 * n for n, kind in enumerate(LEFT))
         return sum(bits) + self.phases.get((layer, chunk), 0)
 
@@ -413,8 +417,8 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the walk for `farspan.walk` of the page. It has the operation of each frame, and the
-    states of each shown cell and group input with the frames in which they begin."""
+    """Return data for `farspan.walk` of the page: the operation of each frame, and for every cell
+    and group input on the page its states, each with the frame in which it begins."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]
@@ -432,7 +436,7 @@ def walk_json(
             else:
                 row, states, value = rows.get(layer), cells, walked.state(layer, chunk)
             if row is not None:
-                _note(states[row * len(columns) + columns[chunk]], frame, value)
+                _add_state(states[row * len(columns) + columns[chunk]], frame, value)
         walked.changed.clear()
         start = end
     shown = [program.instructions[index] for index in at.shown]
@@ -450,8 +454,8 @@ def walk_json(
     }
 
 
-def _note(states: list[int], frame: int, state: int) -> None:
-    """Add a state that begins in this frame, unless it equals the one before."""
+def _add_state(states: list[int], frame: int, state: int) -> None:
+    """Add a state that begins in this frame, unless it equals the previous state."""
     if states[1::2][-1:] == [state]:
         return
     if states[-2:-1] == [frame]:
@@ -475,7 +479,7 @@ def _operation(i: Instruction) -> str:
 
 @dataclass(slots=True)
 class _Phase:
-    """Cells of one group that run one after the other in one direction."""
+    """Consecutive cells of one group of layers that run in the same direction."""
 
     group: int
     forward: bool  # all cells run forward for the first time
@@ -489,7 +493,7 @@ class _Phase:
         return [
             " and ".join(self.kinds),
             _span(layers[0], layers[-1]),
-            _there(chunks),
+            _chunk_order(chunks),
             _rounded(self.begin, end),
             _rounded(end - self.begin, end),
         ]
@@ -499,8 +503,8 @@ def _span(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first} to {last}"
 
 
-def _there(chunks: list[int]) -> str:
-    """Describe the order in which a pass visits its chunks."""
+def _chunk_order(chunks: list[int]) -> str:
+    """Describe in which order a pass visits its chunks."""
     if chunks[0] == chunks[-1]:
         turn = max(chunks, key=lambda chunk: abs(chunk - chunks[0]))
         return _span(chunks[0], turn) + (" and back" if turn != chunks[0] else "")
@@ -508,8 +512,8 @@ def _there(chunks: list[int]) -> str:
 
 
 def _phases(program: Program, begins: Mapping[int, float], end: float) -> Iterator[list[Any]]:
-    """Yield operation, layers, chunks, start and duration (seconds) of each pass over a group. If
-    there are more than `PHASES`, the middle ones become one row."""
+    """Yield a row per pass over a group: operation, layers, chunks, start and duration in seconds.
+    Of more than `PHASES` rows the middle ones are joined into one."""
     passes = list(_passes(program, begins))
     ends = [*(phase.begin for phase in passes[1:]), end]
     rows = [phase.row(when) for phase, when in zip(passes, ends, strict=True)]
@@ -548,8 +552,8 @@ def _passes(program: Program, begins: Mapping[int, float]) -> Iterator[_Phase]:
         yield phase
 
 
-def _thinned(program: Program, at: StepFrames, rows: int, columns: int) -> str:
-    """Describe the parts of a step that the page leaves out; empty if it shows all."""
+def _omitted_words(program: Program, at: StepFrames, rows: int, columns: int) -> str:
+    """Describe which layers, chunks and cells the page leaves out; empty if it shows all."""
     layers = sum(stop - first for first, stop in (program.groups[g] for g in program.own_groups()))
     chunks, parts = len(program.chunks), list[str]()
     if at.cells > len(at.ends):

@@ -1,6 +1,6 @@
-"""The page of a run folder: measured and planned values, for one run or several side by side.
-Files are read as they are. A run may be under way, and folders of earlier versions lack some files;
-the page says which values are missing."""
+"""HTML page of one run folder, or of several side by side: measured and planned values. Files are
+read as they are: a run may be under way, and folders of earlier versions lack some files; the page
+says which values are missing."""
 
 import json
 import math
@@ -64,12 +64,12 @@ class RunRecord:
 
     @property
     def steps(self) -> list[Values]:
-        """Lines of metrics that belong to steps."""
+        """Lines of metrics.jsonl that are about steps."""
         return [line for line in self.metrics if "lr" in line]
 
     @property
     def done(self) -> int:
-        """Number of steps done."""
+        """Number of the last finished step."""
         return max((line["step"] for line in self.steps), default=0)
 
     @property
@@ -80,8 +80,8 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder, finished or under way. Raises UnsupportedError if it is not a run folder,
-    has no finished step, or has a damaged file."""
+    """Read a run folder, whether its run is finished or under way. Raises UnsupportedError if it is
+    not a run folder, has no finished step, or has a damaged file."""
     path = folder.expanduser()
     if not path.is_dir():
         raise UnsupportedError(f"{folder}: no such folder; give one that farspan train has written")
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _read(path: Path) -> Values:
-    """Return the JSON object of a file; empty if the file does not exist."""
+    """Return the JSON object in a file, or an empty one if the file does not exist."""
     try:
         return parse_object(path.read_bytes()) if os.path.lexists(path) else {}
     except (OSError, ValueError) as error:
@@ -175,7 +175,7 @@ def write_report(folder: Path) -> Path:
 
 
 def run_page(runs: Sequence[RunRecord]) -> str:
-    """Return one page of the runs, as text. Raises UnsupportedError for more than `MOST_RUNS`."""
+    """Return one HTML page of the runs. Raises UnsupportedError for more than `MOST_RUNS` runs."""
     if len(runs) > MOST_RUNS:
         raise UnsupportedError(
             f"a page shows {MOST_RUNS} runs side by side, got {len(runs)}; give fewer"
@@ -186,7 +186,7 @@ def run_page(runs: Sequence[RunRecord]) -> str:
 
 
 def runs_json(runs: Sequence[RunRecord]) -> Values:
-    """Return the page's data: bytes, seconds and steps as numbers, sentences as text."""
+    """Return the page's data of all runs: bytes, seconds, steps as numbers, sentences as text."""
     names = _names([run.path for run in runs])
     return {
         "about": "Values called planned were computed before the run; the others were measured.",
@@ -196,17 +196,17 @@ def runs_json(runs: Sequence[RunRecord]) -> Values:
 
 
 def run_json(run: RunRecord, name: str) -> Values:
-    """Return the page's data of one run. Raises UnsupportedError, naming the file, if one has a
-    value of a type that this version does not write."""
+    """Return the data of one run for the page. Raises UnsupportedError, naming the file, for a
+    value whose type this version does not write."""
     try:
         return _shown(run, name)
     except WRONG as error:
         why = f"it has a value that this version cannot read ({error!r:.80})"
-        raise _damaged(_culprit(run), why) from error
+        raise _damaged(_damaged_file(run), why) from error
 
 
-def _culprit(run: RunRecord) -> Path:
-    """Find the damaged file: without it the page can be made."""
+def _damaged_file(run: RunRecord) -> Path:
+    """Return the damaged file of a run folder: the one without which the page can be made."""
     files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
     for name, file in files.items():
         without: Any = {name: {}}
@@ -237,7 +237,7 @@ def _shown(run: RunRecord, name: str) -> Values:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Name runs by the shortest ends of their paths that tell them apart."""
+    """Name each run by the shortest end of its path that no other run has."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(set(paths)):
@@ -263,7 +263,7 @@ def _status(run: RunRecord) -> str:
 
 
 def _summary(run: RunRecord) -> Values:
-    """Return the main numbers of a run; a missing one is None."""
+    """Return the main numbers of a run; None for a missing number."""
     steps = run.steps
     plain = [line for line in steps if "memory_measured_bytes" not in line] or steps
     held = [line["heldout_loss"] for line in run.metrics if "heldout_loss" in line]
@@ -305,14 +305,14 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number. JSON has no infinity: in a run folder those are text."""
+    """Return a finite number, or None. Run folders store infinity and NaN as text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
 def _curves(run: RunRecord) -> dict[str, Values]:
-    """Return the steps and values of each metric by name, evenly thinned to `POINTS`. The last
-    value of a curve is kept."""
+    """Return each metric by name as lists of steps and values, evenly thinned to `POINTS` points
+    including the last."""
     curves: dict[str, Values] = {}
     for line in run.metrics:
         for name, value in line.items():
@@ -340,8 +340,8 @@ def _part_names(step: Values) -> dict[str, str]:
 
 
 def _seconds(step: Values) -> Values:
-    """Return rows of name and seconds of a step, the largest first, planned and measured. Measured
-    rows end with the rest of the step."""
+    """Return rows (name, seconds) of planned and measured time within a step, the largest first.
+    The last measured row is the remaining time of the step."""
     table: Values = {"measured": [], "planned": [], **step.get("seconds", {})}
     measured = dict(table.get("parts", {}))
     if measured:
@@ -359,7 +359,7 @@ def _rows(parts: Mapping[str, float]) -> list[list[Any]]:
 
 
 def _schedule(run: RunRecord) -> list[str]:
-    """Describe the schedule in words, or by its fields if the number of layers is unknown."""
+    """Describe the schedule in words, or list its fields if the number of layers is unknown."""
     recorded = run.about.get("schedule") or {}
     names = {field.name for field in fields(Schedule)}
     known = {name: value for name, value in recorded.items() if name in names}
@@ -443,7 +443,7 @@ def _when(text: object) -> str:
 
 
 def _notes(run: RunRecord) -> Iterator[str]:
-    """Yield events that a reader should know, and reasons for missing records."""
+    """Yield sentences about unusual events of a run, and reasons why records are missing."""
     for line in run.metrics:
         if "out_of_memory" in line:
             yield (
@@ -467,7 +467,7 @@ def _notes(run: RunRecord) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[list[Any]]:
-    """Return the keys of the run files that differ, each with a text for each run."""
+    """Return a row (key, text per run) for each key that differs between the run files."""
     leaves = [dict(_flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for leaf in leaves for key in leaf)
     rows = [[key, *(_text(leaf.get(key)) for leaf in leaves)] for key in keys if key != "folder"]

@@ -1,4 +1,4 @@
-"""Tables and bars in one style; schedules, layouts and machines in words."""
+"""Tables and bars in one style; words for schedules, layouts and machines."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -19,7 +19,7 @@ WIDE = 10_000  # columns of output that is not a terminal: no line is wrapped
 
 
 def show(view: RenderableType, *, stderr: bool = False) -> None:
-    """Print for a person at a terminal, or as `plain_lines` to a pipe or a file."""
+    """Print a view, formatted for a terminal, or as `plain_lines` for a pipe or a file."""
     console = Console(stderr=stderr)
     if console.is_terminal:
         console.print(view)
@@ -28,7 +28,7 @@ def show(view: RenderableType, *, stderr: bool = False) -> None:
 
 
 def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
-    """Render a view as lines without padding, too wide to wrap, so that grep matches."""
+    """Render a view as lines without padding and line breaks, so that grep matches."""
     console = Console(file=StringIO(), color_system=None, width=width)
     with console.capture() as shown:
         console.print(view)
@@ -46,7 +46,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
-    """Return a table of names, values and shares as bars, aligned across such tables."""
+    """Return a table of names, values and bars for shares, aligned with other such tables."""
     table = lines_table(title, "", "", "")
     table.show_header = False
     table.columns[0].min_width = NAME
@@ -58,13 +58,13 @@ def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
 
 
 def bar(share: float) -> str:
-    """Draw a bar for a share of 1, to an eighth of a column."""
+    """Return a bar of block characters for a share from 0 to 1, to an eighth of a column."""
     full, rest = divmod(round(8 * BAR * min(1.0, max(0.0, share))), 8)
     return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()
 
 
 def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
-    """Describe each choice of a schedule in a line, given its numbers of layers and chunks."""
+    """Describe each choice of a schedule in a line, given numbers of layers and chunks."""
     lines = [
         _walk(schedule, layers, chunks),
         f"inputs of each group on the {schedule.boundary_inputs}",
@@ -93,7 +93,7 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
 
 
 def layout_words(layout: Layout) -> str:
-    """Return the kinds of parallelism in use, such as `ulysses 8 x data 2, FSDP`."""
+    """Return words for the kinds of parallelism in use, such as `ulysses 8 x data 2, FSDP`."""
     names = ("ulysses", "shards", "ring", "tensor", "pipeline", "data")
     used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
     if not used:
@@ -132,11 +132,11 @@ def _walk(schedule: Schedule, layers: int, chunks: int) -> str:
         return f"{cut}, layer by layer"
     if len(set(sizes)) == 1:
         return f"{cut}, {len(sizes)} groups of {sizes[0]} layers"
-    return f"{cut}, {len(sizes)} groups of {_runs(sizes)} layers"
+    return f"{cut}, {len(sizes)} groups of {_run_lengths(sizes)} layers"
 
 
-def _runs(sizes: tuple[int, ...]) -> str:
-    """Shorten repeated sizes: `3, 4 x 7` is one group of 3 layers and seven of 4."""
+def _run_lengths(sizes: tuple[int, ...]) -> str:
+    """Shorten repeated group sizes: `3, 4 x 7` is one group of 3 layers and seven groups of 4."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -188,7 +188,7 @@ LINKS = {
 
 
 def machine_view(file: MachineFile) -> RenderableType:
-    """Show a machine's memory, rates and bandwidths, and the source of each."""
+    """Return tables of a machine's memory, rates and bandwidths, with the source of each."""
     spec = file.spec
     parts: list[RenderableType] = [memory_text(spec), rates_table(spec), Text(), links_table(spec)]
     parts.append(Text(f"\nissuing a cell {write_seconds(spec.overhead)}"))
@@ -216,7 +216,7 @@ def memory_text(spec: MachineSpec) -> Text:
 
 
 def rates_table(spec: MachineSpec) -> Table:
-    """Show the rate of each curve for its smallest and its largest call."""
+    """Return a table of measured rates, for each operation's smallest and largest call."""
     title = "rates of the smallest and the largest call"
     table = lines_table(title, "", "smallest", "rate", "largest", "rate")
     for dtype, rates in spec.rates.items():
@@ -232,7 +232,7 @@ def rates_table(spec: MachineSpec) -> Table:
 
 
 def links_table(spec: MachineSpec) -> Table:
-    """Show bandwidths; a GB is 10**9 bytes."""
+    """Return a table of bandwidths; a GB is 10**9 bytes."""
     table = lines_table("bandwidths", "", "")
     table.show_header = False
     for field, name in LINKS.items():

@@ -31,8 +31,8 @@ MOST_PIECES = 2**16  # pieces of one sequence
 
 
 class DType(StrEnum):
-    """Dtype of parameters and activations. Gradients and optimizer are float32, or float64 with
-    float64 parameters."""
+    """Dtype of parameters and activations. Gradients and optimizer states are float32, or float64
+    if the parameters are float64."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -74,7 +74,7 @@ class StatesPlace(StrEnum):
 
 
 class ReportTo(StrEnum):
-    """Trackers that receive metrics in addition to metrics.jsonl, by the name of their package."""
+    """Trackers that receive metrics in addition to metrics.jsonl."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -149,14 +149,14 @@ class ModelConfig:
             )
 
     def origin(self) -> dict[str, Any]:
-        """Return the fields that locate and change the model, as keyword arguments of `hf.load`."""
+        """Return the fields that locate and change the model, by keyword argument of `hf.load`."""
         names = "path", "config", "overrides", "trust_remote_code", "revision"
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """A strategy by name, and the fields of its Schedule to change.
+    """A strategy by name, and the fields of its Schedule that the run file replaces.
 
     With `strategy: auto` the planner chooses all fields. With `strategy: null` omitted fields have
     the defaults of `farspan.Schedule`.
@@ -200,13 +200,13 @@ class ScheduleConfig:
             )
 
     def given(self) -> dict[str, Any]:
-        """Return the Schedule fields that replace the strategy's."""
+        """Return the Schedule fields that the run file sets."""
         own = "strategy", "weight_gradients"
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         return {name: value for name, value in values.items() if value is not None}
 
     def apply(self, base: Schedule) -> Schedule:
-        """Return `base` with the configured fields replaced."""
+        """Return the Schedule `base` with the fields that the run file sets."""
         return replace(base, **self.given())
 
 
@@ -246,12 +246,12 @@ class SparseConfig(Sparse):
             )
 
     def spec(self) -> Sparse:
-        """Return the configured attention as the `Sparse` of a Schedule."""
+        """Return the `Sparse` value for a Schedule, without warning threshold and index."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":
-        """Return this configuration with other pages, the same warning, and the same index if
-        `pages` uses one. Raises UnsupportedError if `pages` needs an index that this run lacks."""
+        """Return a copy that uses `pages`, with this warning threshold, and this index if `pages`
+        reads one. Raises UnsupportedError if `pages` needs an index and this run has none."""
         index = self.index if pages.indexed else None
         try:
             return SparseConfig(**asdict(pages), index=index, warn_below=self.warn_below)
@@ -300,7 +300,7 @@ class OptimizerConfig:
                 )
 
     def falls_over(self, steps: int) -> int:
-        """Return the number of last steps in which the learning rate falls."""
+        """Return the number of steps, at the end of the run, in which the learning rate falls."""
         match self.decay:
             case Decay.CONSTANT:
                 return 0
@@ -315,7 +315,7 @@ _WSD_DECAY = 0.1  # fraction of the steps, as in MiniCPM
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """Held-out loss at the full training length, if documents are held out."""
+    """Evaluations of the held-out loss at the full training length."""
 
     every: int = 100  # steps between held-out losses; 0: only after the last step
     on_start: bool = False  # also compute a held-out loss before step 1
@@ -344,9 +344,9 @@ class EvaluationConfig:
         return self.patience is not None and first + self.patience * self.every < steps
 
     def why_stop(self, held_out: Mapping[int, float]) -> str | None:
-        """Return the reason to end a run with these held-out losses by step, or None to continue.
-        Only steps that are multiples of `every` count: a run that was extended also has a loss of
-        its former last step."""
+        """Return the reason to end a run with these held-out losses by step, or None to continue
+        training. Only steps that are multiples of `every` count: a run that was extended also has a
+        loss of its former last step."""
         lowest, at, waited = float("inf"), 0, 0
         for step in sorted(step for step in held_out if self.every and step % self.every == 0):
             waited += 1
@@ -364,7 +364,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Frequency of checkpoints, and the ones to keep."""
+    """How often checkpoints are saved, and which ones are kept."""
 
     every: int = 100  # steps between checkpoints; 0: only after the last step and on interruption
     keep: int = 2  # number of latest checkpoints to keep
@@ -392,7 +392,7 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class StartConfig:
-    """Another run, whose weights this run starts with."""
+    """Another run, whose weights are the start of this run."""
 
     path: str  # folder of a run, a checkpoint or adapters
     states: bool = False  # also continue its optimizer states, random numbers and step count
@@ -400,8 +400,8 @@ class StartConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """All settings of a run. On one machine the same values give the same bits; on a GPU, with
-    `kernels.deterministic`."""
+    """All settings of a run. The same values on the same machine give bit-identical results; on a
+    GPU only with `kernels.deterministic`."""
 
     model: ModelConfig
     data: DataConfig
@@ -497,7 +497,7 @@ class RunConfig:
             )
 
     def _check_held_out(self) -> None:
-        """Refuse patience and `best` if no documents are held out."""
+        """Refuse `patience` and `best` if no documents are held out."""
         if any(source.held_out or source.held_out_elsewhere() for source, _ in self.data.each()):
             return
         stops, best = self.evaluation.patience is not None, self.checkpoints.best
@@ -525,7 +525,7 @@ class RunConfig:
             )
 
     def _check_bounds(self) -> None:
-        """Refuse sizes that no step can have: even counting the parts would take too long."""
+        """Refuse sizes so large that even counting a step's chunks would take too long."""
         if self.context * self.batch > MOST_TOKENS:
             name, factor = ("context", "") if self.batch == 1 else ("batch", f" x {self.batch:,}")
             raise UnsupportedError(
@@ -546,7 +546,7 @@ class RunConfig:
 
     @property
     def objective(self) -> LossConfig:
-        """The loss of the run, with its defaults filled in."""
+        """The run's loss; a run file without one gets the default."""
         return self.loss or LossConfig()
 
     def tokens_per_step(self) -> int:
@@ -563,16 +563,16 @@ class RunConfig:
         return given.timeout
 
     def trackers(self) -> tuple[ReportTo, ...]:
-        """Return each tracker that receives metrics once."""
+        """Return the trackers that receive metrics, without repetitions."""
         given = self.report_to if isinstance(self.report_to, tuple) else (self.report_to,)
         return tuple(dict.fromkeys(kind for kind in given if kind is not None))
 
     def pages(self) -> Sparse | None:
-        """Return the sparse attention of the run's schedules, or None for dense attention."""
+        """Return the sparse attention that the run's schedules use, or None for dense attention."""
         return None if self.sparse is None else self.sparse.spec()
 
     def _check_lora(self) -> None:
-        """Refuse options that are not known to be exact with adapters."""
+        """Refuse options whose results with LoRA adapters are not known to be exact."""
         if self.kernels.compile:
             raise UnsupportedError(
                 "kernels.compile: not supported with model.lora; set it to false"
@@ -583,7 +583,7 @@ class RunConfig:
             )
 
     def _check_chunk(self) -> None:
-        """Refuse a configured chunk that does not begin on a page; chosen chunks always do."""
+        """Refuse a chunk of the run file that is not whole pages."""
         if self.sparse is None or self.schedule.chunk is None:
             return
         try:

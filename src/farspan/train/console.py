@@ -32,21 +32,20 @@ class Pace:
         self._seconds = self._clock() - self._started
 
     def seconds_per_step(self, done: float) -> float | None:
-        """Return the seconds of the step in progress, of which the fraction `done` has passed, or
-        of the step before."""
+        """Return the seconds of the current step, estimated from the fraction `done` that is
+        finished, or those of the previous step if nothing is finished yet."""
         if done > 0:
             return max(self._clock() - self._started, 1e-9) / done
         return self._seconds
 
     def remaining(self, step: int, done: float) -> float | None:
-        """Return the seconds until the last step ends, after `step` whole steps and the fraction
-        `done` of the next."""
+        """Return the seconds until the run ends, once `step` steps and the fraction `done` of the
+        next one are finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
 
     def left_of_step(self, done: float) -> float | None:
-        """Return the seconds until the step in progress ends, of which the fraction `done` has
-        passed."""
+        """Return the seconds until the current step ends, once the fraction `done` is finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (1.0 - done) * seconds)
 
@@ -67,8 +66,8 @@ class Countdown:
         self._began, self._at, self._done = 0.0, 0.0, 1.0
 
     def left(self, done: float) -> float | None:
-        """Return the seconds until the evaluation ends, of which the fraction `done` has passed;
-        None at the first call."""
+        """Return the seconds until the evaluation ends, once the fraction `done` is finished; None
+        at the evaluation's first call."""
         now = self._clock()
         if done < self._done:  # a new evaluation began
             self._began, self._at = now, done
@@ -79,7 +78,7 @@ class Countdown:
 
 
 class LineReporter(Reporter):
-    """Reporter of one line per step, and one every `patience` seconds within a long step."""
+    """Reporter that prints a line per step, and more in steps longer than `patience` seconds."""
 
     def __init__(
         self, console: Console, patience: float = 15.0, clock: Clock = time.monotonic
@@ -148,7 +147,7 @@ class LineReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """Reporter of one bar for the run and one for the cells of the current step."""
+    """Reporter that draws two progress bars: the run's steps, and the current step's cells."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Bars(
@@ -222,7 +221,7 @@ class BarReporter(Reporter):
 
 
 def make_reporter(console: Console) -> Reporter:
-    """Return a reporter of bars if the console is a terminal, else of lines."""
+    """Return a BarReporter if the console is a terminal, else a LineReporter."""
     return BarReporter(console) if console.is_terminal else LineReporter(console)
 
 
@@ -244,15 +243,14 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """Return the margin and accuracy of chosen over rejected answers, or "" unless the run trains
-    pairs."""
+    """Return the margin and accuracy of chosen over rejected answers as text, or ""."""
     if f"{prefix}margin" not in values:
         return ""
     return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
 
 
 def _attention(values: Mapping[str, Any]) -> str:
-    """Return the attention behind a loss, or "" for exact attention."""
+    """Return the kind of attention behind a loss as text, or "" for exact attention."""
     if "attention" not in values:
         return ""
     mass = values.get("attention_mass")
@@ -261,13 +259,13 @@ def _attention(values: Mapping[str, Any]) -> str:
 
 
 def _cells(progress: Progress, part: str = "") -> str:
-    """Return the number of the batch, if any, and of the cell."""
+    """Return text such as `batch 2/4  cell 7/96`; `part` is the number of the batch, if any."""
     text = f"cell {progress.cells_done}/{progress.cells}"
     return f"{part}  {text}" if part else text
 
 
 def tokenized(documents: int, tokens: int, read: object) -> str:
-    """Return the progress of tokenizing in words."""
+    """Return the progress of tokenizing as text."""
     text = f"{write_number(documents, 'document')}, {write_number(tokens, 'token')}"
     return f"{read}: {text}" if str(read) else text
 

@@ -1,4 +1,4 @@
-"""Objects that a run computes with: components, context, and the model as the planner sees it."""
+"""Objects that a run computes with: components, a context, and the model as the planner sees it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,12 +52,12 @@ def torch_dtype(run: RunConfig) -> torch.dtype:
 def machine_of(
     device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> MachineSpec:
-    """Measure this machine with the device, in the dtype."""
+    """Measure the speeds of this machine and its device, for products in this dtype."""
     return here(progress, device, [dtype])
 
 
 class Components:
-    """Functions that training is built from. A subclass or an instance may replace each."""
+    """The functions that training is built from, each of which a subclass may replace."""
 
     load_model = staticmethod(load.load_model)
     make_step: Callable[..., Step] = Step  # is given only arguments that differ from its defaults
@@ -75,7 +75,7 @@ class Components:
     def machine_once(
         self, device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
     ) -> MachineSpec:
-        """Return `machine(...)`, measured once per device and dtype."""
+        """Return `machine(...)`, measuring each device and dtype only once."""
         if (device, dtype) not in self._machines:
             self._machines[device, dtype] = self.machine(device, dtype, progress)
         return self._machines[device, dtype]
@@ -94,7 +94,7 @@ class Components:
 
 @dataclass(frozen=True, slots=True)
 class InspectedModel:
-    """Specification of a model, and its profile if it was measured."""
+    """A model's specification, and its profile if the model was profiled."""
 
     model: ModelSpec
     profiles: Profiles | None = None
@@ -108,9 +108,9 @@ def inspect_model(
     rank: int = 0,
     kernels: Kernels | None = None,
 ) -> InspectedModel:
-    """Describe the model and profile the work of its layers. `device` runs its cells; `rank` is
-    that of adapters on every linear module of the layers, or 0 for other adapters or none;
-    `kernels` are those of the run."""
+    """Describe a model for the planner, and profile the work of its layers on `device`. `rank` is
+    the rank of adapters on every linear module of the layers, or 0 for other adapters or none;
+    `kernels` are those that the run uses."""
     boundary, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(boundary, kernels, device)
     spec = with_work(boundary, describe(boundary, device))
@@ -120,8 +120,8 @@ def inspect_model(
 def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
-    """Describe a model that is sharded over ranks, like `inspect_model`, from its description
-    before sharding. Raises UnsupportedError if that is not enough."""
+    """Describe a sharded model for the planner, from the specification taken before sharding.
+    Raises UnsupportedError if that does not suffice."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
     if stage not in (Stage.ZERO_0, Stage.ZERO_3):
         raise UnsupportedError(
@@ -139,7 +139,7 @@ def inspect_sharded(
 
 
 def _merge_work(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
-    """Combine the work of layers from the profile with the description of the model."""
+    """Return the model's specification with the work of its layers taken from the profile."""
     assert found.profile is not None, "it has been profiled"
     pairs = zip(spec.layers, found.profile.spec.layers, strict=True)
     # Only the model knows which weights are packed, and their bytes.
@@ -157,8 +157,8 @@ def inspect_blank(
     kernels: Kernels,
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """Describe a model that may lack its weights, like `inspect_model`, from its profile alone.
-    `sizes` are the last entries of `_sizes`, if the model was described in another way."""
+    """Describe a model, which may lack its weights, from its configuration's profile, or from its
+    own if that has other `_sizes` than `sizes` (default: the model's total)."""
     model = boundary.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -175,7 +175,7 @@ def inspect_blank(
 
 
 def _sizes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return the elements and the trained elements of each layer, and of the whole model last."""
+    """Return (elements, trained elements) per layer, and of the whole model last."""
     of_layers = [(layer.work.parameters, layer.work.trainable) for layer in spec.layers]
     return [*of_layers, (spec.parameters, spec.trainable)]
 
@@ -188,7 +188,7 @@ def host_share(run: RunConfig, world: DistributedContext) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceModel:
-    """A second model, which is not trained, with the same layout over ranks as the first."""
+    """A second model, which is not trained and is sharded over ranks like the first."""
 
     model: Any  # a PreTrainedModel
     sharded_model: ShardedModel | None
@@ -196,7 +196,7 @@ class ReferenceModel:
     is_other: bool  # a teacher, another model than the trained one
 
     def held_bytes(self) -> int:
-        """Return the bytes of its weights on this rank."""
+        """Return the bytes of the reference model's weights on this rank."""
         if self.sharded_model is None:
             return sum(map(held_bytes, self.model.parameters()))
         return sum(local(p).nbytes for p in self.sharded_model.sharded.parameters().values())
@@ -231,7 +231,7 @@ class RunContext:
 
     @property
     def lives(self) -> Tier:
-        """The tier of weights between steps."""
+        """Tier that holds the weights between steps."""
         return self.run.schedule.weights or Tier.DEVICE
 
     @property
@@ -245,7 +245,7 @@ class RunContext:
         return step
 
     def make_reference(self, step: Step) -> Any:
-        """Return the reference's engine, with the schedule of `step` and in its memory."""
+        """Return an engine for the reference model, with the schedule and the memory of `step`."""
         second, main = self.reference, cast(Any, step)
         assert second is not None, "the loss has a reference"
         # One layer per group: a teacher has other groups, and a forward needs no larger ones.
@@ -286,14 +286,14 @@ class RunContext:
         return spec if self.weights is None else self.weights.counted(spec)
 
     def held_bytes(self) -> int:
-        """Return the bytes of weights, optimizer states and an index on the device; a CPU counts
-        both tiers."""
+        """Return the bytes of weights, optimizer states and an index that the device holds; on a
+        CPU, those of both tiers."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0) + self._index_bytes()
 
     def held_parts(self) -> dict[str, int]:
-        """Return `held_bytes` split into weights, optimizer and index."""
+        """Return `held_bytes` by part: weights, optimizer and index."""
         own = {"optimizer": self._held_states(), "index": self._index_bytes()}
         return {"weights": self.held_bytes() - sum(own.values()), **own}
 
@@ -305,14 +305,14 @@ class RunContext:
         return held.device + (held.host if self.device.type == "cpu" else 0)
 
     def gradient_bytes(self) -> int:
-        """Return the bytes of `.grad` on the device."""
+        """Return the bytes of all `.grad` tensors on the device."""
         gradients = (p.grad for p in self.optimizer.parameters.values())
         shards = (local(g) for g in gradients if g is not None)
         return sum(g.nbytes for g in shards if g.device.type == self.device.type)
 
     def touched_bytes(self) -> StateBytes:
-        """Return the bytes that are allocated and written. The system hands out zeroed memory only
-        at the first write."""
+        """Return the bytes of weights and states whose memory is in use: the operating system
+        provides zeroed memory only at the first write."""
         held = self.optimizer.held()
         if self.device.type == "cpu":
             written = held.device + held.host - held.untouched
@@ -322,8 +322,8 @@ class RunContext:
         return StateBytes(self._weights() + held.device, held.host, 0)
 
     def host_room(self) -> int | None:
-        """Return the bytes of main memory that the run file leaves to a step of this process, or
-        None for no limit."""
+        """Return the bytes of main memory that this process may take for a step under the run
+        file's limit, or None without a limit."""
         share, held = host_share(self.run, self.world), self.touched_bytes()
         if share is None:
             return None

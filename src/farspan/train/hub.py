@@ -39,16 +39,16 @@ WEIGHTS = ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class RepositoryTaken(Exception):
-    """A repository must not be replaced; the message says why."""
+    """A repository of the hub must not be replaced; the message says why."""
 
 
 class PushFailed(RuntimeError):
-    """The hub did not accept a model; the message says how to try again."""
+    """The hub did not accept a model; the message says how to upload it again."""
 
 
 def refuse_login(hub: HubConfig | None) -> None:
-    """Refuse a run that is to upload its model while the user is not logged in: before the run, not
-    after it. Raises UnsupportedError."""
+    """Refuse a run that will upload its model if the user is not logged in to the hub. Raises
+    UnsupportedError."""
     if hub is not None and not huggingface_hub.get_token():
         raise UnsupportedError(
             "hub: you are not logged in to the Hugging Face hub; run `hf auth login` or set "
@@ -109,8 +109,8 @@ def _failure(folder: Path, hub: HubConfig, why: str) -> str:
 
 
 def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
-    """Return the weights in the repository that this model does not replace. Raises RepositoryTaken
-    if the repository is public but should be private, or has files that farspan did not write."""
+    """Return the weight files in the repository that this model does not replace. Raises
+    RepositoryTaken if the repository is public but should be private, or has others' files."""
     if not api.repo_exists(hub.repo):
         return []
     info = api.model_info(hub.repo)
@@ -130,8 +130,8 @@ def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
 
 
 def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
-    """Yield the files of `model/` to upload, without hidden ones. The configuration of adapters
-    names a model in a local folder by the folder's last part."""
+    """Yield the files of `model/` to upload, without hidden ones. An adapter configuration that
+    names a local folder as its base model is uploaded with the folder's last part only."""
     for path in sorted(model.rglob("*")):
         name = path.relative_to(model)
         if not path.is_file() or any(part.startswith(".") for part in name.parts):
@@ -145,7 +145,7 @@ def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
 
 
 class Upload(Thread):
-    """Upload in a background thread, for which the process does not wait when it ends."""
+    """Background thread that uploads a model. The process does not wait for it at exit."""
 
     POLL = 5.0  # seconds to wait at each poll
 
@@ -161,7 +161,7 @@ class Upload(Thread):
             self._found = None, str(error) or type(error).__name__
 
     def poll(self) -> tuple[str | None, str | None] | None:
-        """Return the commit's address and the error, one of which is None; None while it runs."""
+        """Return None while the upload runs, then (commit's address, None) or (None, error)."""
         try:
             self.join(self.POLL)
         except KeyboardInterrupt:
@@ -202,12 +202,12 @@ def card_of(folder: Path, step: int) -> str:
     changed it. Raises UnsupportedError if config.yaml cannot be read."""
     path = folder / "model" / CARD
     before = path.read_text("utf-8", errors="replace") if path.is_file() else None
-    if before is not None and not _is_own(before):
+    if before is not None and not _is_unchanged(before):
         return before
     run, about = load_run(folder / "config.yaml", trusted=True), read_about(folder)
     values = {k: v for k, v in _metadata(run).items() if v}
     with parsing(folder / ABOUT):
-        said = list(_rows(run, about, folder, step))
+        said = list(_card_rows(run, about, folder, step))
     rows = [f"| {name} | {_cell(text)} |" for name, text in said if text]
     base, adapters = base_words(run), run.model.lora is not None
     how = (
@@ -226,7 +226,7 @@ def card_of(folder: Path, step: int) -> str:
     return f"{text}\n<!-- farspan: {hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
-def _is_own(card: str) -> bool:
+def _is_unchanged(card: str) -> bool:
     """Return whether the card is unchanged since farspan wrote it."""
     seal = _SEAL.search(card)
     return seal is not None and seal[1] == hashlib.sha256(card[: seal.start()].encode()).hexdigest()
@@ -248,10 +248,10 @@ def _metadata(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def _rows(
+def _card_rows(
     run: RunConfig, about: dict[str, Any], folder: Path, step: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the card's table: names, and how the model was trained."""
+    """Yield the card's rows (name, value) about the base model, the data, and the training."""
     lora, o = run.model.lora, run.optimizer
     yield "base model", base_words(run) + (f" ({run.model.revision})" if run.model.revision else "")
     if run.model.overrides:
@@ -284,7 +284,7 @@ def _rows(
     yield "attention", attention_words(run)
     yield "schedule", f"{about.get('strategy') or 'as written'}, seed {run.seed}"
     with parsing(folder / METRICS):
-        yield from list(_measured(folder, step))
+        yield from list(_measured_rows(folder, step))
     machine = about.get("machine", {})
     layout = {axis: n for axis, n in about.get("layout", {}).items() if axis != "fsdp" and n > 1}
     ranks = ", ".join(f"{axis} {n}" for axis, n in layout.items())
@@ -294,8 +294,8 @@ def _rows(
     yield "versions", ", ".join(f"{name} {number}" for name, number in versions.items() if number)
 
 
-def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Yield the card's rows about the steps until this one: tokens, time and losses."""
+def _measured_rows(folder: Path, step: int) -> Iterator[tuple[str, str]]:
+    """Yield the card's rows for the steps up to this one: tokens, time and losses."""
     lines = list(read_metrics(folder / METRICS))  # empty if the run has no step
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]
     if steps:
@@ -311,7 +311,7 @@ def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
 
 
 def attention_words(run: RunConfig) -> str:
-    """Return a description of the attention: exact, or approximate."""
+    """Return words for the model card that say whether attention is exact or approximate."""
     if run.sparse is None:
         return EXACT
     hidden = hides(run)
@@ -320,7 +320,7 @@ def attention_words(run: RunConfig) -> str:
 
 
 def base_words(run: RunConfig) -> str:
-    """Return the name of the model that the run starts with, without local folders."""
+    """Return the name of the model that the run starts from, without local folders."""
     if run.model.path is None:
         kind = (run.model.config or {}).get("model_type")
         return f"a {kind} model of random weights"
@@ -328,7 +328,7 @@ def base_words(run: RunConfig) -> str:
 
 
 def source_words(source: SourceConfig) -> str:
-    """Return a description of a data source, without local folders."""
+    """Return words for a data source, without local folders."""
     if source.path is None:
         return "the sources of Python's standard library"
     rows = source.on_hub() or source.source is SourceKind.DATASET
@@ -339,7 +339,7 @@ def source_words(source: SourceConfig) -> str:
 
 
 def local_name(path: str) -> str:
-    """Return a hub name unchanged, and the last part of a file, a folder or a glob."""
+    """Return a hub name unchanged, and only the last part of a local path or glob."""
     if is_on_hub(path):
         return path
     parts = Path(path).expanduser().parts

@@ -53,17 +53,17 @@ MISSING = (
 
 
 class MetricsLogger(Protocol):
-    """A service for charts. Each method may raise, or take long."""
+    """A tracker of metrics, such as wandb. Any of its methods may raise or block."""
 
     def open(self, step: int) -> str:
-        """Resume charts after `step`, overwriting later points. Returns a message for the user, or
-        ""."""
+        """Resume the tracker's charts after `step`, overwriting later points. Returns a message for
+        the user, or ""."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point at `step` to each of these charts."""
+        """Add a point at `step` to each chart named in `values`."""
 
     def close(self, *, failed: bool) -> None:
-        """End the run; `failed`: the run has steps left."""
+        """End the tracker's run; `failed` marks a run that has steps left."""
 
 
 class TensorBoardLogger:
@@ -182,8 +182,8 @@ WANDB_FILE, TRACKIO_FILE = "wandb.json", "trackio.json"
 
 
 def run_number(folder: RunFolder, file: str, run: str) -> str:
-    """Return the service's id of this run: the one in `file`, or a new one if `file` is missing or
-    belongs to an earlier run in the folder."""
+    """Return this run's id in a tracker: the id stored in `file`, or a new one if `file` is missing
+    or belongs to an earlier run in the folder."""
     path = folder.path / file
     known = read_json(path) or {}
     if known.get("run") == run and isinstance(known.get("id"), str):
@@ -211,7 +211,7 @@ def config_of(run: RunConfig) -> dict[str, Any]:
 
 
 def _log_in() -> None:
-    """Ask for a login now: later, progress bars occupy the terminal."""
+    """Ask the user to log in now, because progress bars occupy the terminal later."""
     try:
         load("wandb", "login")(verify=False)
     except Exception as error:
@@ -249,7 +249,7 @@ def _chart(key: str) -> str:
 
 
 def charts(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of metrics.jsonl by chart name."""
+    """Return the numbers of a metrics.jsonl line, by the name of the chart that shows each."""
     numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "step"}
     named = {_chart(key): float(value) for key, value in numbers.items()}
     if "heldout_loss" not in values:
@@ -258,8 +258,8 @@ def charts(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class LoggerThread:
-    """Thread that feeds a tracker. Invariant: only `close` waits for the tracker, for at most
-    `PATIENCE` seconds; an exception of the tracker becomes a note and ends its logging."""
+    """Thread that passes metrics to a tracker. Invariant: only `close` waits for the tracker, for
+    at most `PATIENCE` seconds; an exception of the tracker becomes a note and ends its logging."""
 
     def __init__(self, name: str, tracker: MetricsLogger) -> None:
         self._name = name
@@ -287,8 +287,8 @@ class LoggerThread:
             self._give_up("does not answer")
 
     def close(self, *, failed: bool) -> None:
-        """Wait until the tracker has logged all points, or gives up; `failed`: the run has steps
-        left."""
+        """Wait until the tracker has logged all points or `PATIENCE` seconds have passed; `failed`
+        marks a run that has steps left."""
         if self._thread is None:
             return
         self._failed = failed
@@ -328,7 +328,7 @@ class LoggerThread:
 
 
 class LoggingReporter(Reporter):
-    """Reporter that passes everything to another one, and metrics to trackers."""
+    """Reporter that forwards all events to another reporter, and metrics to the trackers too."""
 
     def __init__(self, person: Reporter, lanes: Sequence[LoggerThread]) -> None:
         self._person = person
@@ -430,8 +430,8 @@ class Callback:
 
 
 class Callbacks:
-    """All callbacks of a run. Invariant: `tell` returns or raises on all ranks, and all know the
-    answers."""
+    """All callbacks of a run, called on every rank. Invariant: `tell` returns on all ranks or
+    raises on all ranks, and all ranks learn each callback's answer."""
 
     def __init__(self, given: Sequence[Callback], world: DistributedContext) -> None:
         self._given, self._world = tuple(given), world
@@ -439,7 +439,7 @@ class Callbacks:
         self.stop: str | None = None  # reason to end the run, if a callback gave one
 
     def tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call a method of each callback. Raises the first exception, after which the other
+        """Call one method of each callback. Raises the first exception, after which the other
         callbacks are not called, or RankFailed if another rank raised it."""
         why, error = None, None
         try:
@@ -460,7 +460,7 @@ class Callbacks:
                 raise RankFailed(f"rank {rank}: {words}")
 
     def end(self, result: TrainingResult) -> TrainingResult:
-        """Tell each callback that the run has ended. Raises like `tell`."""
+        """Tell each callback that the run has ended. Raises the same errors as `tell`."""
         if self.any:
             self.tell(lambda one: one.on_end(result))
         return result

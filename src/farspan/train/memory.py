@@ -1,4 +1,4 @@
-"""Memory of a step, expected and measured; the place of optimizer states; the GPU's allocator."""
+"""Expected and measured memory of a step; the place of optimizer states; the GPU's allocator."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ from farspan.train.staged_states import StateBytes
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Expected bytes of a step. On a CPU both tiers are main memory."""
+    """Bytes that a step is expected to take. On a CPU both tiers are main memory."""
 
     new: int  # without weights and optimizer, on the device; on a CPU in both tiers
     device: int  # total, with weights and optimizer
@@ -41,8 +41,8 @@ def expect_memory(
     cells: Callable[[Program], int],
     values: int = 0,
 ) -> Expected:
-    """Estimate the memory of a step of `[batch, tokens]`, like `estimate_memory`. Raises TooLarge
-    if main memory cannot hold the step and the optimizer states."""
+    """Estimate the memory of a step on a [batch, tokens] batch, with the optimizer states. Raises
+    TooLarge if main memory cannot hold both."""
     found = estimate_memory(step, batch, tokens, values=values, cells=cells)
     # They exist, but the system hands out zeroed memory only at the first write.
     refuse_too_large(step, found, optimizer.untouched)
@@ -92,8 +92,8 @@ def describe_measured(predicted: int, measured: int) -> str:
 
 
 def describe_resident(predicted: int, resident: int) -> str:
-    """Return one line about the memory of the process on a CPU, without its memory before loading
-    weights."""
+    """Return one line that compares the predicted and the resident memory of the process on a CPU,
+    without what it used before loading weights."""
     return (
         f"memory of the process without libraries and data: {show_bytes(predicted)} predicted, "
         f"{show_bytes(resident)} resident at most"
@@ -115,8 +115,8 @@ _GIVEN = "MALLOC_MMAP_THRESHOLD_"  # set by the user's environment
 
 
 def return_freed() -> bool:
-    """Make malloc return freed memory to the system from now on, and return whether it does.
-    Without glibc, or if the environment sets thresholds, nothing changes."""
+    """Make malloc return freed memory to the operating system from now on. Returns False, and
+    changes nothing, without glibc or if the environment sets malloc's thresholds."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or _GIVEN in os.environ:
         return False
@@ -129,9 +129,9 @@ class _StackBlock(ctypes.Structure):
 
 
 def grow_stack() -> None:
-    """Grow the main thread's stack by 1 MiB now. If a limited address space (`ulimit -v`) is full
-    later, the system would end the process with SIGSEGV when its stack grows. Other threads have
-    their stacks from the start, and one that may not take 4 MiB (`ulimit -s`) is left alone."""
+    """Grow the main thread's stack by 1 MiB now. If it grew later, when a limited address space
+    (`ulimit -v`) is full, the system would end the process by SIGSEGV. Does nothing on other
+    threads, whose stacks have their full size, or if the stack may not take 4 MiB (`ulimit -s`)."""
     most, _ = resource.getrlimit(resource.RLIMIT_STACK)
     small = most != resource.RLIM_INFINITY and most < 4 * MIB
     if threading.current_thread() is threading.main_thread() and not small:
@@ -166,7 +166,7 @@ WHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Chosen place of the optimizer states, never `auto`, and the reason."""
+    """Where a run keeps its optimizer states, never `auto`, and the reason."""
 
     states: StatesPlace
     reason: str
@@ -178,25 +178,25 @@ class Placed:
 
 
 def is_unified(device: torch.device) -> bool:
-    """Return whether both tiers are main memory."""
+    """Return whether the device and the host tier are the same main memory, as on a CPU."""
     return device.type == "cpu"
 
 
 def open_of(run: RunConfig) -> Open:
-    """Return the placements that a run file leaves to the planner. Weights are included only if the
-    planner also chooses the schedule."""
+    """Return which placements the run file leaves to the planner. Weights are among them only if
+    the planner also chooses the schedule."""
     schedule, optimizer = run.schedule, run.optimizer
     weights = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
     return Open(optimizer.states is StatesPlace.AUTO, weights, optimizer.disk is not None)
 
 
 def with_weights_there(run: RunConfig) -> RunConfig:
-    """Return the run with its weights in main memory."""
+    """Return the run with its weights placed in main memory."""
     return replace(run, schedule=replace(run.schedule, weights=Tier.HOST))
 
 
 def bare_machine(device: torch.device) -> MachineSpec:
-    """Return the device and its main memory without speeds, for plans that need no time."""
+    """Return the memory sizes of this machine without speeds, for plans that need no time."""
     rate, name, total, taken = float("inf"), "cpu", 0, 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -228,7 +228,7 @@ def bare_machine(device: torch.device) -> MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Calls that an allocator needs during a run; None: it does not follow steps."""
+    """Calls that tell the GPU's allocator when steps begin or change; None if it needs none."""
 
     begin_step: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None  # the following steps differ from the earlier ones
@@ -252,11 +252,10 @@ def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemor
                 f"allocator: this process already uses {before.mode}, which PyTorch cannot change; "
                 f"train with {name} in a new process"
             )
-    tell = partial(_tell, device.index)
+    tell = partial(_call_allocator, device.index)
     return DeviceMemory(partial(tell, native.begin_iteration), partial(tell, native.forget))
 
 
-def _tell(index: int | None, call: Callable[[int | None], None]) -> None:
-    """Tell the allocator, and raise UnsupportedError if it refuses."""
+def _call_allocator(index: int | None, call: Callable[[int | None], None]) -> None:
     with allocator_package():
         call(index)

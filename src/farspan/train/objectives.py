@@ -38,8 +38,8 @@ Sums = dict[str, Tensor | float]
 
 
 class _LogProbLoss:
-    """Loss of log-probabilities, which each replica computes for itself: the mean over trained
-    tokens."""
+    """Base of losses that are computed from token log-probabilities, on each replica: a mean over
+    trained tokens."""
 
     def __init__(self, batches: Batches, observer: Observer) -> None:
         self.batches, self.observer = batches, observer
@@ -48,44 +48,45 @@ class _LogProbLoss:
         self._reference_step: Step | None = None  # the step that it shares memory with
 
     def total(self, micros: list[Micro]) -> int:
-        """Return the denominator of the mean over these batches on all replicas, at least 1."""
+        """Return the number that divides the loss: trained tokens on all replicas, at least 1."""
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, at: int) -> None:
-        """Compute values once, before the first update; `at` updates are done."""
+        """Compute values that the loss needs before the first update; `at` updates are done."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Add the gradient of this batch's share of a mean over `total`, and return the share."""
+        """Run forward and backward on a batch, and return its share of the loss and metrics."""
         with torch.enable_grad():
-            found = self._parts(step, micro, total, "train")
+            found = self._batch_shares(step, micro, total, "train")
             found["loss"].backward()
         return {name: value.detach() for name, value in found.items()}
 
     @torch.no_grad()
     def evaluate(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Return this batch's share of a mean over `total`, without gradients."""
-        return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
+        """Return a batch's share of the loss and metrics, without gradients."""
+        return {n: float(v) for n, v in self._batch_shares(step, micro, total, "held_out").items()}
 
     def gather_sums(self, sums: Sequence[Sums]) -> dict[str, float]:
-        """Return the sums over all batches and replicas."""
+        """Return the loss and its metrics, summed over all batches and replicas."""
         own = {name: float(sum(one[name] for one in sums)) for name in sums[0]}
         found = self.ctx.world.gather_replicas([own])
         return {name: sum(one[name] for one in found) for name in own}
 
-    def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
-        """Return the contributions of a batch of the "train" or the "held_out" data as tensors;
-        `loss` has a graph."""
+    def _batch_shares(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
+        """Return one batch's share of the loss and of each metric, as tensors by name; only `loss`
+        is part of the autograd graph. `part` names the data: "train" or "held_out"."""
         raise NotImplementedError
 
     def reference_engine(self, step: Step) -> Any:
-        """Return the engine of the second model, which shares the step's memory."""
+        """Return the engine of the reference model, which shares the memory of `step`."""
         if self._reference_step is not step:
             self._reference, self._reference_step = self.ctx.make_reference(step), step
         return self._reference
 
     @contextmanager
     def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run a forward that is not part of an update's progress; a stop signal ends it."""
+        """Run forwards in the block without gradients and outside the update's progress report; a
+        stop signal still ends them between two cells."""
         own = step.progress
         step.progress = progress or self._check
         try:
@@ -99,7 +100,7 @@ class _LogProbLoss:
 
 
 class PreferenceLoss(_LogProbLoss):
-    """Mean over pairs of a loss of their two answers: DPO, IPO, ORPO."""
+    """Mean over preference pairs of DPO, IPO or ORPO, which compare the pair's two answers."""
 
     def __init__(
         self, batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
@@ -110,9 +111,9 @@ class PreferenceLoss(_LogProbLoss):
         self._stored: dict[str, Tensor] | None = None  # [pairs, 2] float64; NaN: not computed
 
     def total(self, micros: list[Micro]) -> int:
-        return max(1, self.batches.over_replicas(sum(len(_numbers(m)) for m in micros)))
+        return max(1, self.batches.over_replicas(sum(len(_pair_numbers(m)) for m in micros)))
 
-    def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
+    def _batch_shares(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
         reference = self._references(step, micro, part)
         policy, loss = self._answers(step, micro), self.loss
         both = policy[:, 0], policy[:, 1]
@@ -137,8 +138,8 @@ class PreferenceLoss(_LogProbLoss):
         return {name: value.sum() / total for name, value in found.items()}
 
     def _answers(self, step: Any, micro: Micro) -> Tensor:
-        """Return [pairs, 2]: summed log-probabilities of the chosen and the rejected answers, or
-        their means if the loss uses means."""
+        """Return [pairs, 2]: the log-probability of each pair's chosen and rejected answer, summed
+        over its tokens, or averaged if the loss uses means."""
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
         logprobs = step.logprobs(ids, labels, documents)
         trained = _is_trained(labels, documents).to(logprobs.dtype)
@@ -154,7 +155,7 @@ class PreferenceLoss(_LogProbLoss):
     # -- the reference -----------------------------------------------------------------------------
 
     def _references(self, step: Step, micro: Micro, part: str) -> Tensor:
-        """Return `_answers` of the reference, or zeros if the loss has none."""
+        """Return [pairs, 2]: log-probabilities under the reference model, or zeros without one."""
         match self.loss.compared():
             case Reference.STORED:
                 return self._look_up(micro, part)
@@ -166,7 +167,7 @@ class PreferenceLoss(_LogProbLoss):
                 with self.watched(step), adapters_off(self.ctx.model):
                     return self._answers(step, micro)
         dtype = torch.float64 if self.ctx.model.dtype == torch.float64 else torch.float32
-        return torch.zeros(len(_numbers(micro)), 2, dtype=dtype, device=micro.input_ids.device)
+        return torch.zeros(len(_pair_numbers(micro)), 2, dtype=dtype, device=micro.input_ids.device)
 
     def _look_up(self, micro: Micro, part: str) -> Tensor:
         if self._stored is None:
@@ -177,7 +178,7 @@ class PreferenceLoss(_LogProbLoss):
                 "weights that it was computed with have already been trained; restore it, or begin "
                 "again in another folder"
             )
-        rows = self._stored[part][list(_numbers(micro))]
+        rows = self._stored[part][list(_pair_numbers(micro))]
         if rows.isnan().any():
             raise UnsupportedError(
                 f"loss.reference: {self._path} lacks log-probabilities of some pairs of this step "
@@ -195,7 +196,7 @@ class PreferenceLoss(_LogProbLoss):
             self.ctx.world.run_on_rank0(self._write)
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
-        """Compute the log-probabilities of every pair that the run reads or is evaluated on."""
+        """Compute reference log-probabilities of every pair that is trained or evaluated."""
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
         self.observer.note(
@@ -212,7 +213,7 @@ class PreferenceLoss(_LogProbLoss):
         for place, micro in enumerate(micros):
             self.observer.interrupt.passed(StopPoint.BATCH)
             with self.watched(step, partial(self.observer.evaluating, place, count)):
-                rows += zip(_numbers(micro), self._answers(step, micro).tolist(), strict=True)
+                rows += zip(_pair_numbers(micro), self._answers(step, micro).tolist(), strict=True)
         table = torch.full((packing.documents(), 2), torch.nan, dtype=torch.float64)
         for number, values in self.ctx.world.gather_replicas(rows):
             table[number] = torch.tensor(values, dtype=torch.float64)
@@ -240,10 +241,10 @@ class PreferenceLoss(_LogProbLoss):
 
 
 class DistillationLoss(_LogProbLoss):
-    """Mean over trained tokens of the distance between student and teacher on the teacher's k
-    likeliest ids."""
+    """Distance between student and teacher, over the k ids that are likeliest by the teacher,
+    averaged over trained tokens."""
 
-    def _parts(
+    def _batch_shares(
         self,
         step: Step,
         micro: Micro,
@@ -261,8 +262,8 @@ class DistillationLoss(_LogProbLoss):
         return {"loss": losses.distillation(student, known, trained).sum() / total}
 
 
-def _numbers(micro: Micro) -> tuple[int, ...]:
-    """Return the numbers of the batch's pairs, row by row."""
+def _pair_numbers(micro: Micro) -> tuple[int, ...]:
+    """Return the numbers of the preference pairs in the batch, row by row."""
     return tuple(number for row in micro.batch.pairs for number in row)
 
 
@@ -295,7 +296,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> PreferenceLoss | DistillationLoss:
-    """Return the run's loss, for losses that need several passes."""
+    """Return the loss of a run: a PreferenceLoss if it trains pairs, else a DistillationLoss."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return DistillationLoss(batches, observer)

@@ -13,8 +13,8 @@ from farspan.engine.runner import Progress
 
 
 class Reporter:
-    """Base of reporters: receives the events of a training loop, as a context manager. This class
-    prints nothing; ranks other than 0 use it."""
+    """Receiver of a training loop's events, as a context manager. This base class prints nothing;
+    ranks other than 0 use it."""
 
     def __enter__(self) -> Self:
         return self
@@ -25,11 +25,11 @@ class Reporter:
         """Show a message."""
 
     def preparing(self, documents: int, tokens: int, read: object = "") -> None:
-        """Report the documents and tokens prepared until now; `read` says which share of the data
-        that is, and how long the rest takes."""
+        """Report the documents and tokens prepared so far; `read` says which share of the data they
+        are, and how long the rest takes."""
 
     def measuring(self, what: str) -> None:
-        """Report that `what` of the machine is being measured for the planner."""
+        """Report that the planner's measurement of `what` on this machine begins."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
         """Begin training after `step` of `steps`; `how` is shown next to the progress."""
@@ -38,25 +38,25 @@ class Reporter:
         """Report that step `step`, counted from 1, begins."""
 
     def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
-        """Report that the fraction `done` of step `step` is finished; `progress` is that of its
-        current batch, and `part` the number of that batch, if there are several."""
+        """Report that the fraction `done` of step `step` is finished. `progress` counts the cells
+        of the current batch; `part` numbers that batch if a step has several."""
 
     def end(self, values: Mapping[str, Any]) -> None:
         """Report the metrics of a finished step."""
 
     def over(self) -> None:
-        """Report that training has ended, perhaps before its planned number of steps."""
+        """Report that training has ended, at its last step or before."""
 
     def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
-        """Report that the fraction `done` of the evaluation is finished; `progress` is that of its
-        current sequence, and `part` the number of that sequence."""
+        """Report that the fraction `done` of the evaluation is finished. `progress` counts the
+        cells of the current sequence, whose number is `part`."""
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         """Report the metrics of a finished evaluation."""
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end; raised only between two cells."""
+    """A signal asked the run to end. It is raised only between two cells."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -64,9 +64,9 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Handler of signals between `__enter__` and `__exit__`: keeps the first signal for `check`,
-    and lets a second one act as it did before. Processes of one run leave together: where they
-    `meet` between two steps, or at a point of a step that all have `passed`.
+    """Signal handler that lets a run end between two cells. The first signal is kept until `check`,
+    `passed` or `meet` raises Interrupted; a second signal acts as it did before the run. The
+    processes of one run all end at the same point.
 
     A closing terminal sends SIGHUP twice, itself and through its shell, so SIGHUP never ends a
     process at once. An ignored SIGHUP, as under nohup, stays ignored.
@@ -92,19 +92,19 @@ class Interrupt:
         self._give_back(*self._before)
 
     def share(self, world: DistributedContext) -> None:
-        """Share signals with the other processes of `world` from now on."""
+        """Tell the other processes of `world` of signals from now on, so that all end together."""
         if world.size > 1:
             self._world = world
             world.request_stop(self._signum or 0)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come and no other process depends on this one."""
+        """Raise Interrupted if a signal has come and no other process shares the run."""
         if self._signum is not None and self._world is None:
             raise Interrupted(self._signum)
 
     def passed(self, place: StopPoint) -> None:
-        """Raise Interrupted if a signal has come; processes that share a run all raise it at the
-        same point."""
+        """Raise Interrupted at this point of the step if a signal has come to any process of the
+        run; all processes raise it at the same point."""
         if self._world is None:
             self.check()
         elif number := self._world.must_stop(place):
@@ -112,8 +112,8 @@ class Interrupt:
             raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
-        """Raise Interrupted in all processes if a signal has come to one. All call it between the
-        same two steps."""
+        """Raise Interrupted in all processes if a signal has come to one. Every process calls this
+        between the same two steps."""
         if self._world is not None:
             self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:
@@ -133,8 +133,8 @@ class Interrupt:
 
 
 class Observer:
-    """A Reporter with an Interrupt: long work reports its progress here, and ends by Interrupted if
-    a signal has come."""
+    """A Reporter and an Interrupt for long work: it reports progress, and raises Interrupted once a
+    signal has come."""
 
     def __init__(self, reporter: Reporter, interrupt: Interrupt, trace: Path | None = None) -> None:
         self.reporter = reporter
@@ -153,14 +153,14 @@ class Observer:
         self.reporter.measuring(what)
 
     def training(self, step: int, batch: int, batches: int, progress: Progress) -> None:
-        """Report progress of batch `batch`, counted from 0, of step `step`, counted from 1."""
+        """Report progress within batch `batch`, counted from 0, of step `step`, counted from 1."""
         self.interrupt.passed(StopPoint.CELL)
         done = (batch + progress.work_done / progress.work) / batches
         part = f"batch {batch + 1}/{batches}" if batches > 1 else ""
         self.reporter.cells(step, done, progress, part)
 
     def evaluating(self, batch: int, batches: int, progress: Progress) -> None:
-        """Report progress of an evaluation in sequence `batch`, counted from 0."""
+        """Report progress of an evaluation within sequence `batch`, counted from 0."""
         self.interrupt.passed(StopPoint.HELD_OUT_CELL)
         done = (batch + progress.work_done / progress.work) / batches
         self.reporter.evaluating(done, progress, f"sequence {batch + 1}/{batches}")

@@ -29,7 +29,7 @@ class NoScheduleFits(UnsupportedError):
 
 
 class OneRankOutOfMemory(NoScheduleFits):
-    """A rank ran out of memory while the others still wait for it within the step."""
+    """One rank ran out of memory while the other ranks wait for it within the step."""
 
 
 # Errors that all ranks raise together, before any of them allocates.
@@ -46,7 +46,7 @@ class Shortage:
 
 
 def find_shortage(error: BaseException) -> Shortage | None:
-    """Return the shortage that caused `error` or one of its causes, or None for another error."""
+    """Return the out-of-memory condition behind `error`, or None for another error."""
     cause: BaseException | None = error
     while cause is not None:
         tier = _tier(cause)
@@ -72,8 +72,8 @@ def _tier(error: BaseException) -> Tier | None:
 
 
 def clear_up(device: torch.device) -> None:
-    """Free the memory that a failed step has left. Call it outside the handler of its exception,
-    which keeps the step's frames and their tensors alive."""
+    """Free the memory that a failed step has left. Call this outside the handler of the step's
+    exception, which keeps the step's frames and their tensors alive."""
     gc.collect()
     if device.type != "cuda":
         return
@@ -99,7 +99,7 @@ LEAST_FRACTION = 0.125  # half of this fraction is not worth its buffers
 
 
 def fixed_bytes(budget: Budget) -> int:
-    """Return the bytes of a tier that no schedule decides."""
+    """Return the bytes of a tier's budget that are the same under every schedule."""
     return sum(found for part, found in budget.parts.items() if part in FIXED)
 
 
@@ -133,15 +133,15 @@ def lighter_schedule(
 
 
 def needed(question: Question, schedule: Schedule, tiers: Sequence[Tier]) -> int:
-    """Return the bytes of the tiers that a schedule decides, on the rank with the most."""
+    """Return the tiers' bytes that depend on the schedule, on the rank that needs the most."""
     sized = size(question, schedule)
     budgets = {Tier.DEVICE: sized.device, Tier.HOST: sized.host}
     return sum(budgets[tier].total - fixed_bytes(budgets[tier]) for tier in tiers)
 
 
 def _changes(question: Question, schedule: Schedule) -> dict[str, dict[str, Any]]:
-    """Return fields to change, the cheapest in time first. Chunks that are so short that cells take
-    longer come last."""
+    """Return schedule fields to change, by the name of the change, the cheapest in time first.
+    Chunks so short that cells take longer come last."""
     layers, tokens, host = len(question.model.layers), question.run.tokens, Tier.HOST
     largest, chunk = max(schedule.group_sizes(layers)), _half(min(schedule.chunk, tokens))
     if schedule.sparse is not None:
@@ -176,17 +176,21 @@ USUAL = "shorten the context, use a smaller batch or start more ranks, on more m
 
 
 def explain_none_fits(plan: Plan) -> str:
-    """Return the error for a plan without a fitting schedule: the room, the nearest miss, and a
-    change to make."""
+    """Return the error for a plan without a fitting schedule: the available memory, the schedule
+    that comes closest, and a change to make."""
     where = "" if plan.unmoved is None else f"with {place_words(plan.question)}, "
-    return f"schedule: none fits {_room(plan)}: {where}{_miss(plan)}; {advice(plan)}"
+    return f"schedule: none fits {_room(plan)}: {where}{_nearest_miss(plan)}; {advice(plan)}"
 
 
 def explain_moved(plan: Plan) -> str:
-    """Return one line that says why weights go to main memory, and how long a step then takes."""
+    """Return one line: why weights go to main memory, and how long a step then takes."""
     seconds, first = plan.seconds, plan.unmoved
     assert first is not None, "something was moved"
-    why = f"a step would take {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
+    why = (
+        f"a step would take {write_seconds(first.seconds.total)}"
+        if first.fits
+        else _nearest_miss(first)
+    )
     return (
         "weights: farspan moves them to main memory, with gradients and optimizer states; with all "
         f"on the device, {why}; a step now takes {write_seconds(seconds.total)} by the plan, "
@@ -195,8 +199,8 @@ def explain_moved(plan: Plan) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """Return a change of the run file: the planner's first remedy that keeps the results, else its
-    first."""
+    """Return a change of the run file that saves memory: the planner's first remedy that keeps the
+    results, else its first."""
     same = next((remedy for remedy in plan.remedies if remedy.same), None)
     words = (plan.remedy if same is None else same.options).split()
     changes = (_advice(plan.question, *pair) for pair in zip(words[::2], words[1::2], strict=True))
@@ -247,8 +251,8 @@ def _room(plan: Plan) -> str:
     return f"{write_bytes(machine.device_bytes)} on {each} device and {host}"
 
 
-def _miss(plan: Plan) -> str:
-    """Return the need and the room of one rank in the tier that lacks most."""
+def _nearest_miss(plan: Plan) -> str:
+    """Say how many bytes a plan that does not fit needs and has, in the scarcest memory."""
     question = plan.question
     if question.machine.unified:  # one memory: a tier's limit excludes the other tier
         tiers = (plan.device.parts, plan.host.parts)

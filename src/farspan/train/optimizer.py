@@ -1,5 +1,5 @@
-"""AdamW for a run: the learning rate, the update, and its states, on the device, in 8 bits, in main
-memory or on a drive.
+"""AdamW for a run: the learning rate, the update, and the states, which lie on the device, in 8
+bits, in main memory or on a drive.
 
 `ResidentStates` keeps fp32 masters and moments on the device, next to the weights.
 
@@ -45,22 +45,22 @@ from farspan.train.staged_states import (
 
 
 class OptimizerStates(Protocol):
-    """Optimizer states in one format and one place.
+    """Interface of AdamW's states in one format and one place.
 
     `.grad` of a parameter has the dtype that these states expect: their constructor sets
     `grad_dtype`.
     """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that change in training, except the parameters. Copying into them
+        """Return all tensors that training changes, except the parameters. Copying values into them
         restores a checkpoint."""
 
     def held(self) -> StateBytes:
-        """Return the bytes of the states, with counters."""
+        """Return the bytes of the states, including step counters."""
 
     def update(self, lr: float) -> None:
-        """Update every parameter that has a `.grad`. On CUDA the update precedes later work on the
-        computing stream."""
+        """Update every parameter that has a `.grad`. On CUDA the update is ordered before later
+        work on the compute stream."""
 
 
 class ResidentStates:
@@ -138,8 +138,8 @@ def load_adamw() -> Any:
 
 
 class EightBitStates:
-    """AdamW states in 8 bits. `.grad` has the parameters' dtype: in bfloat16 it is rounded once,
-    after its layers' chunks were added in fp32."""
+    """AdamW states in 8 bits, by torchao. `.grad` has the parameters' dtype: a bfloat16 gradient is
+    rounded once, after the chunks of its layer were summed in fp32."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
         """Allocate all states. Raises UnsupportedError without torchao."""
@@ -156,9 +156,9 @@ class EightBitStates:
             self._adam.state[parameter] = self._zeros(parameter)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state that torchao would make at the first step; made here, its format never
-        changes. torchao has no public way: `_new_buffer(parameter, signed)` returns zeros, one byte
-        per element or in the parameter's dtype, by the rule at the top of this file."""
+        """Return the state that torchao would make at a parameter's first step, in a fixed format.
+        torchao has no public function: `_new_buffer(parameter, signed)` returns zeros, one byte per
+        element or in the parameter's dtype, by the rule at the top of this file."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }
@@ -192,8 +192,8 @@ class EightBitStates:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning rate by update (from 0) of `steps`: it rises over the warm-up and falls
-    at the end to `final` of `lr`, as a half cosine or linearly."""
+    """Return the learning rate as a function of the update (from 0): it rises over the warm-up and
+    falls at the end of `steps` to `final` times `lr`, as a half cosine or linearly."""
     falls, floor = config.falls_over(steps), config.lr * config.final
 
     def rate(step: int) -> float:
@@ -210,8 +210,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
-    """Return by name whether weight decay applies to a trainable parameter: to matrices, but not to
-    norms, biases and embeddings, tied to the head or not."""
+    """Return by name whether weight decay applies to a trainable parameter: it applies to matrices,
+    but not to norms, biases and embeddings, whether tied to the head or not."""
     embeddings = {
         id(parameter)
         for module in model.modules()
@@ -227,12 +227,12 @@ def decays(model: nn.Module) -> dict[str, bool]:
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters to update, each once, under its first name."""
+    """Yield the trainable parameters, each once, under its first name."""
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
 class TrainingOptimizer:
-    """Optimizer of the trainable parameters of a model, from their `.grad`.
+    """AdamW over a model's trainable parameters, which reads gradients from `.grad`.
 
     `config.states` is the place of the states; `auto`, which the run replaces earlier, means the
     device here. If the model is sharded, each rank updates its pieces.
@@ -285,26 +285,26 @@ class TrainingOptimizer:
         return dict(sorted(self.parameters.items(), key=lambda pair: places[id(pair[1])]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that change in training, except the parameters. Copying into them
+        """Return all tensors that training changes, except the parameters. Copying values into them
         restores a checkpoint."""
         return self._states.tensors()
 
     def settle(self) -> None:
-        """Wait until the latest update has ended. Raises the update's exception, as does every
-        later update."""
+        """Wait until the latest update has ended. Raises the exception of an update that failed;
+        every later update raises it again."""
         if self._updating is not None:
             self._updating.result()
 
     def abandon(self) -> None:
-        """Stop the running update after its current parameter, since the process waits for its
-        thread at exit. Parameters and states are useless afterwards."""
+        """Stop the running update after its current parameter, because the process waits for the
+        update's thread at exit. Parameters and states are unusable afterwards."""
         self._is_left = True
 
     def held(self) -> StateBytes:
         return self._states.held()
 
     def drive(self) -> str:
-        """Return a description of the drive that holds the states, or "" without one."""
+        """Return a description of the drive that holds the states, or "" if no drive does."""
         return self._states.describe() if isinstance(self._states, DiskStates) else ""
 
     def clear(self) -> None:
@@ -315,8 +315,8 @@ class TrainingOptimizer:
             parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """Return the L2 norm of all gradients, a scalar in fp32 or better; not finite if a gradient
-        is not. All ranks of a sharded model call it before an update."""
+        """Return the L2 norm of all gradients, a scalar in fp32 or fp64; not finite if a gradient
+        is not. All ranks of a sharded model call this before an update."""
         if self._pieces is not None:
             self._pieces.take()
             return self._pieces.norm()
@@ -331,7 +331,7 @@ class TrainingOptimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """Update once from the gradients, whose norm is `norm`, and drop them. A thread may run the
+        """Update once from gradients with the norm `norm`, and drop them. A thread may run the
         update while the next step begins; call `settle` before reading weights or states."""
         if self._thread is not None:
             self._update_on_thread(self._thread, lr, norm)
@@ -345,7 +345,7 @@ class TrainingOptimizer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._config.clip, norm)
 
     def _update_on_thread(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
-        """Start the update on the thread; units of the weights wait for it."""
+        """Start the update on a thread; the next step waits for each layer's weights."""
         self.settle()
         norm = norm.cpu()  # now: the thread would wait for all later work of the device
         assert self._streamed is not None

@@ -1,4 +1,4 @@
-"""Start of a run from another run's weights, or from adapters."""
+"""Start of a run from the weights of another run or from adapters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,9 +57,9 @@ def is_adapters(path: Path) -> bool:
 
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
-    """Return the model and the folder of its adapters. If `model.path` is a folder of adapters, the
-    model is their base with adapters like them; any other model is returned unchanged, with None.
-    Raises UnsupportedError naming the field, also for quantised weights without adapters."""
+    """If `model.path` is a folder of adapters, return their base model with adapters configured
+    like them, and the folder. Return any other model unchanged, and None. Raises UnsupportedError
+    naming the field, also for quantised weights without adapters."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
         if model.quantize is not None and model.lora is None:
@@ -86,7 +86,7 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
 
 
 def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Return the configuration of adapters like those of a folder. Raises UnsupportedError."""
+    """Return the LoraConfig that describes the adapters in a folder. Raises UnsupportedError."""
     refuse_other_kinds(path, config)
     with open_tensors(path / ADAPTER_TENSORS) as file:
         names = {name.split(".lora_")[0] for name in set(file.keys()) if ".lora_" in name}
@@ -120,8 +120,8 @@ def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """Return the checkpoints of a run folder, oldest first, or a checkpoint itself. Raises
-    UnsupportedError without checkpoints."""
+    """Return the checkpoints of a run folder, oldest first; a checkpoint's own folder is the only
+    entry. Raises UnsupportedError without checkpoints."""
     if path.is_dir() and manifest_path(path).is_file():
         return [path]
     found = list_checkpoints(path / "checkpoints")
@@ -138,8 +138,8 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """Complete a run with values from its folder, unless the command sets them: the run it started
-    from, and the day that chat templates write (today for a new run).
+    """Complete a run with two values from its folder, unless the command sets them: the run whose
+    weights it started from, and the day that chat templates write (today for a new run).
 
     Raises:
         UnsupportedError: The folder's config.yaml has an invalid `start`.
@@ -162,8 +162,8 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
-    """Copy the weights that the run starts with into a loaded model, unless a checkpoint of the run
-    or of the other run will restore them. Raises UnsupportedError naming the field."""
+    """Copy the weights that the run starts from into a loaded model, unless a checkpoint of this
+    run or of the other run will restore them. Raises UnsupportedError naming the field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return
@@ -185,8 +185,8 @@ def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
 
 
 def latest(paths: Sequence[Path], read: Callable[[Path], T], note: Callable[[str], None]) -> T:
-    """Return `read` of the latest checkpoint that it accepts. Raises UnsupportedError if it accepts
-    none."""
+    """Return `read(path)` for the latest checkpoint that `read` accepts, trying older ones after an
+    UnsupportedError. Raises UnsupportedError if none is accepted."""
     problems: list[UnsupportedError] = []
     for path in reversed(paths):
         try:
@@ -209,9 +209,9 @@ def _copy(model: Any, run: RunConfig, note: Callable[[str], None], path: Path) -
 
 
 def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copy the weights of a checkpoint, in any dtype, into the tensors of a whole model, and return
-    the checkpoint's state. Raises UnsupportedError, before copying, if its tensors do not match,
-    and if it is damaged."""
+    """Copy the weights of a checkpoint, in any dtype, into the tensors of an unsharded model, and
+    return the checkpoint's state. Raises UnsupportedError if the checkpoint is damaged or, before
+    copying, if its tensors do not match."""
     alone, entries = DistributedContext(torch.device("cpu")), entries_of(live, {})
     saved = open_checkpoint(path, {}, alone)
     refuse_other_model(saved, entries, (RNG, "optimizer/"), alone, any_dtype=True)

@@ -55,14 +55,14 @@ from farspan.train.yaml_config import as_yaml, to_mapping
 
 @dataclass(frozen=True, slots=True)
 class PlanOfRun:
-    """A run's plan, with the numbers of the whole run."""
+    """A plan for a run file, with numbers for the whole run."""
 
     run: RunConfig
     plan: Plan
     weights: str = ""  # why weights are in main memory; empty: they are not
 
     def words(self) -> Iterator[str]:
-        """Yield lines to print below the plan's own."""
+        """Yield the lines to print below the answer of the plan."""
         run, plan = self.run, self.plan
         if self.weights:
             yield self.weights
@@ -80,12 +80,12 @@ class PlanOfRun:
             yield as_yaml(plan.schedule, len(plan.question.model.layers), run.context)
 
     def tokens(self) -> int:
-        """Return the tokens of an update."""
+        """Return the number of tokens per update, over all replicas."""
         run, layout = self.run, self.plan.question.layout
         return run.context * run.batch * run.accumulate * layout.data
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan's keys, and the run's under `run`."""
+        """Return the plan as JSON, with the numbers of the whole run under the key `run`."""
         each = self.plan.update_seconds()
         run = {
             "steps": self.run.steps,
@@ -98,25 +98,25 @@ class PlanOfRun:
 
 @dataclass(frozen=True, slots=True)
 class QuestionOfRun:
-    """A run file's question to the planner, with everything it leaves open."""
+    """A run file as a question to the planner, with the choices that the file leaves open."""
 
     run: RunConfig
     question: Question
 
     def plan(self) -> PlanOfRun:
-        """Return the plan of the run with the placement of `farspan train`. Raises
-        UnsupportedError."""
+        """Return the plan that `farspan train` would use, with its placement of weights and states.
+        Raises UnsupportedError."""
         plan, run = self._plan(), self.run
         if plan.fits and plan.question.weights is Tier.HOST and plan.unmoved is not None:
             return PlanOfRun(with_weights_there(run), plan, explain_moved(plan))
         return PlanOfRun(run, plan)
 
     def longest(self, max_step: float) -> dict[str, Plan]:
-        """Return the plans of the longest contexts, by `longest_contexts`."""
+        """Return the plan for the longest context of each strategy, by `longest_contexts`."""
         return longest_contexts(self.question, self.strategies(), max_step=max_step)
 
     def strategies(self) -> list[str] | None:
-        """Return the strategies to choose from; None: all."""
+        """Return the strategies that the planner may choose from, or None for all."""
         named = self.run.schedule.strategy
         return None if named in (None, AUTO) else [str(named)]
 
@@ -141,8 +141,8 @@ class QuestionOfRun:
 def question_of_run(
     run: RunConfig, asked: Mapping[str, Any], progress: Callable[[str], None]
 ) -> QuestionOfRun:
-    """Return the run as a question for the planner. Fields of a `Request` in `asked` override the
-    run's; `progress` is told what is measured on this machine.
+    """Return a run file as a question to the planner. Fields of a `Request` in `asked` replace the
+    run's; `progress` receives the name of each measurement on this machine.
 
     A sequence counts as one document, the case in which attention takes most time. Raises
     UnsupportedError naming the field.
@@ -181,13 +181,13 @@ def question_of_run(
         run = replace(run, host_memory=None)
     if "optimizer" not in asked or asked["optimizer"] == AUTO:
         question = replace(question, open=open_of(run))
-    return QuestionOfRun(run, _shared(run, question, gpus))
+    return QuestionOfRun(run, _for_devices(run, question, gpus))
 
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
-    """Return the configuration of the run's model, or the profiles of a model whose adapters skip
-    some modules; and whether its linear modules have weights of four bits. Raises UnsupportedError
-    for a model that cannot be trained exactly."""
+    """Return the model to plan for and whether its linear modules have 4-bit weights. The model is
+    its configuration, or its profiles if adapters skip some modules. Raises UnsupportedError for a
+    model that cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -223,9 +223,9 @@ def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     return replace(run, optimizer=replace(run.optimizer, states=StatesPlace(known)))
 
 
-def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
-    """Return the question for the devices that share the run, within the machine's allowed
-    memory."""
+def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Question:
+    """Return the question for all devices that share the run, within the memory that the run file
+    allows."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
     if question.nf4 and layout.devices() > 1:
@@ -246,7 +246,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
 
 
 def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
-    """Return the layout in which `gpus` ranks would share the run."""
+    """Return the layout of ranks that the run would have on `gpus` devices."""
     if isinstance(given, Parallel):
         return given.layout(gpus or given.asked())
     if given is None and gpus is None:
@@ -255,6 +255,6 @@ def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSp
 
 
 def stretched_by(model: str, tokens: int) -> dict[str, Any]:
-    """Return the overrides with which a model, named as `find_config` takes it, has positions for
-    documents of this many tokens."""
+    """Return the overrides that extend a model's positions to `tokens`. `model` is a name or
+    folder, as for `find_config`."""
     return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)

@@ -1,5 +1,5 @@
-"""Choice of a run's schedule, its own or the planner's, and of the next one after an out-of-memory
-error."""
+"""Choice of a run's schedule, which the run file sets or the planner finds, and of the next one
+after an out-of-memory error."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -103,14 +103,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Bytes that this process can use now, with those it already holds; the host's are shared with
-    the other ranks of its machine."""
+    """Bytes that this process can use now, including those it already holds. Ranks on the same
+    machine share the host's bytes."""
 
     device: int  # 0 on a CPU, where both tiers are main memory
     host: int
 
     def limit(self, machine: MachineSpec) -> MachineSpec:
-        """Return the machine with no more memory than this."""
+        """Return the machine with its memory reduced to these bytes."""
         host = min(machine.host_bytes, self.host)
         if machine.unified:
             return replace(machine, host_bytes=host)
@@ -120,9 +120,9 @@ class FreeMemory:
 
 
 def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
-    """Return the memory that this process can use now. Each of the `ranks` on this machine already
-    holds `held` bytes in the tier of its weights, and `on_host` bytes in main memory next to a
-    GPU."""
+    """Return the memory that this process can use now. Each of the `ranks` processes on this
+    machine already holds `held` bytes in the tier of its weights, and `on_host` bytes of main
+    memory next to a GPU."""
     host = available_host_bytes()
     if device.type == "cpu":
         return FreeMemory(0, host + ranks * held)
@@ -131,16 +131,16 @@ def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) 
 
 
 def least_free(world: DistributedContext, held: int, on_host: int) -> FreeMemory:
-    """Return the free memory of the rank with the least, for steps that all ranks share. All ranks
-    call it, with the bytes of `free_now`."""
+    """Return the free memory of the rank that has the least, for steps that all ranks share. All
+    ranks call this; `held` and `on_host` are as for `free_now`."""
     mine = free_now(world.device, held, on_host, world.local_size)
     return FreeMemory(world.minimum(mine.device), world.minimum(mine.host))
 
 
 class SchedulePolicy:
-    """Chooses the run's schedules: its own, by name or in full, or with `strategy: auto` the
-    planner's for this machine. Rank 0 chooses for all ranks, within the memory of the rank with the
-    least.
+    """Chooses the run's schedules: the run file's, given by name or by fields, or the planner's for
+    this machine with `strategy: auto`. Rank 0 chooses for all ranks, within the memory of the rank
+    that has the least.
 
     A choice inspects and measures only as much as it needs; `progress` is told what is measured,
     and may raise to stop it. After a shortage the planner gets less of the tier that ran out: it
@@ -157,16 +157,17 @@ class SchedulePolicy:
         self._free: FreeMemory | None = None  # agreed among all ranks
 
     def first(self) -> Choice:
-        """Return the first schedule. Raises UnsupportedError."""
+        """Return the schedule of the first attempt. Raises UnsupportedError."""
         return self._on_rank0(self._first)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
-        """Return a schedule that takes less than `before` of the tier that ran out. Raises
-        UnsupportedError without one."""
+        """Return the schedule of the next attempt, which takes less of the tier that ran out than
+        `before`. Raises UnsupportedError if no schedule does."""
         return self._on_rank0(partial(self._again, before, shortage))
 
     def lighter(self, before: Choice, shortage: Shortage) -> Choice:
-        """Return a lighter version of the run's own schedule, without asking other ranks."""
+        """Return a version of the run file's schedule that takes less memory, without asking other
+        ranks. Raises UnsupportedError without one."""
         ctx = self._ctx
         found = ctx.inspected or InspectedModel(ctx.describe())
         machine = bare_machine(ctx.device)
@@ -193,7 +194,7 @@ class SchedulePolicy:
         ctx = self._ctx
         if self._is_planned:
             self._limit(ask(ctx, self._progress))
-        ran_out = self._ran_out()
+        ran_out = self._earlier_shortage()
         if ran_out is not None:
             said = f"memory ran out before: {ran_out[1].message}"
             try:
@@ -214,10 +215,10 @@ class SchedulePolicy:
                 return before
         return self._choose(self._question)
 
-    def _ran_out(self) -> tuple[Choice, Shortage] | None:
-        """Return the schedule and the shortage of a rank that ran out of memory alone in an earlier
-        part of the run, or None if there was none, or it belongs to another machine, layout or
-        schedule."""
+    def _earlier_shortage(self) -> tuple[Choice, Shortage] | None:
+        """Return the schedule and the shortage of an earlier part of the run that ended because one
+        rank alone ran out of memory. Returns None if no part did, or if its machine, layout or
+        schedule differ from the present ones."""
         ctx, known = self._ctx, read_json(self._folder.shortage)
         if known is None or known.get("layout") != asdict(ctx.world.layout):
             return None
@@ -239,7 +240,7 @@ class SchedulePolicy:
             return self.lighter(before, shortage)
         assert self._question is not None, "there was a first choice"
         machine, near = self._question.machine, self._question.near()
-        device, host = _less(before.plan.device), near * _less(before.plan.host)
+        device, host = _retry_bytes(before.plan.device), near * _retry_bytes(before.plan.host)
         if machine.unified:
             machine = replace(machine, host_bytes=min(machine.host_bytes, near * device + host))
         elif shortage.tier is Tier.DEVICE:
@@ -249,21 +250,23 @@ class SchedulePolicy:
         return self._choose(self._limit(replace(self._question, machine=machine)))
 
     def _limit(self, question: Question) -> Question:
-        """Return the question with no more memory than is free now."""
+        """Return the question with the machine's memory reduced to the free bytes."""
         free = self._free or self._look()
         machine = allowed(self._ctx.run, free.limit(question.machine))
         self._question = replace(question, machine=machine)
         return self._question
 
     def _choose(self, question: Question) -> Choice:
-        plan = _renewed(self._ctx.placed.plan, question) or self._ctx.components.best_plan(question)
+        plan = _restated(self._ctx.placed.plan, question) or self._ctx.components.best_plan(
+            question
+        )
         if not plan.fits:
             raise UnsupportedError(explain_none_fits(plan))
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
-def _renewed(plan: Plan | None, question: Question) -> Plan | None:
-    """Return a plan as one of `question`, if it plans the same step with as much room."""
+def _restated(plan: Plan | None, question: Question) -> Plan | None:
+    """Return a plan as the answer to `question`, if it plans the same step with as much room."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -271,7 +274,7 @@ def _renewed(plan: Plan | None, question: Question) -> Plan | None:
 
 
 def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
-    """Return the schedule on one line; `hides`: sparse attention may hide tokens."""
+    """Return the schedule on one line; `hides` says that sparse attention may hide tokens."""
     schedule = choice.schedule
     sizes = schedule.groups if isinstance(schedule.groups, tuple) else (schedule.groups,)
     groups = " + ".join(str(size) for size in sizes)
@@ -299,21 +302,21 @@ def _share(what: str, fraction: float, tier: Tier) -> str:
     return f"{what} {fraction:.0%} on {tier}" if fraction > 0 else f"{what} not kept"
 
 
-def _less(budget: Budget) -> int:
-    """Return the bytes that the next plan may take of a tier that ran out."""
+def _retry_bytes(budget: Budget) -> int:
+    """Return the bytes that the next plan may take of a tier that ran out of memory."""
     fixed = fixed_bytes(budget)
     return fixed + int(RETRY_SHARE * (budget.total - fixed))
 
 
 def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
-    """Return the question to plan one batch of the run on this machine."""
+    """Return the question that plans one batch of the run on this machine."""
     assert ctx.inspected is not None, "a run that plans has inspected its model"
     machine = ctx.components.machine_once(ctx.device, torch_dtype(ctx.run), progress)
     return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function that predicts the bytes of a step in addition to its program's buffers.
+    """Return a function that predicts the bytes of a step besides its program's buffers.
 
     The model's profile predicts them, and the first step measures them. For ranks that share a
     step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights
@@ -334,7 +337,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanner:
-    """Planner of a `farspan.Step`, which chooses like `strategy: auto` of a run file."""
+    """Planner of a `farspan.Step`, which has no run file; chooses like `strategy: auto`."""
 
     components: Components = field(default_factory=Components)
 
@@ -369,7 +372,7 @@ class StepPlanner:
         )
         asked = with_weights_there(asked) if on_host else asked
         gradients = (p.grad for p in parameters if p.grad is not None)
-        size = held_bytes if sharded is None else _bytes_here
+        size = held_bytes if sharded is None else _local_bytes
         held = sum(size(p) for p in (*parameters, *gradients))
         free = least_free(world, held * (not on_host), held * on_host)
 
@@ -384,7 +387,7 @@ class StepPlanner:
             if plan.fits:
                 return plan
             raise UnsupportedError(
-                f"{explain_none_fits(plan)} (these are keys of a run file); {_typed(plan)}"
+                f"{explain_none_fits(plan)} (these are keys of a run file); {_api_advice(plan)}"
             )
 
         plan = world.run_on_rank0(planned, PLANNING)
@@ -397,19 +400,19 @@ class StepPlanner:
 
 
 def _world_of(device: torch.device, sharded: ShardedModel | None) -> DistributedContext:
-    """Return the ranks that share a model, or this process alone."""
+    """Return the ranks that share a sharded model, or only this process for an unsharded one."""
     if sharded is None:
         return DistributedContext(device)
     return DistributedContext(device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout)
 
 
-def _bytes_here(weight: torch.Tensor) -> int:
-    """Return the bytes of the part that this rank holds."""
+def _local_bytes(weight: torch.Tensor) -> int:
+    """Return the bytes of the part of a weight that this rank holds."""
     return 0 if weight.is_meta else local(weight).nbytes
 
 
-def _typed(plan: Plan) -> str:
-    """Return advice for a program without a run file, if no plan of its model fits."""
+def _api_advice(plan: Plan) -> str:
+    """Return advice for users of the Python API, who have no run file, when no plan fits."""
     own = (
         "for an optimizer other than float32 AdamW, give the step farspan.plan(..., "
         "optimizer=...).schedule"
@@ -437,8 +440,8 @@ def question_of(
     states: StatesPlace,
     world: DistributedContext,
 ) -> Question:
-    """Return the question to plan one batch of the run, with its optimizer states in a place; for
-    `auto`, in the first allowed place."""
+    """Return the question that plans one batch of the run, with optimizer states in the place
+    `states`; for `auto`, in the first allowed place."""
     default = StatesPlace.HOST if run.schedule.weights is Tier.HOST else StatesPlace.DEVICE
     # Only the run's devices on this node share links and main memory.
     here = replace(machine, devices=world.local_size)
@@ -472,10 +475,9 @@ def place(
     about: Mapping[str, Any],
     observer: Observer,
 ) -> tuple[RunConfig, Placed]:
-    """Choose where optimizer states, weights and gradients live, once the ranks have a layout.
-    Returns the run with its weights in their place, and the place of the states. A resumed run
-    keeps the placement in `about`, its about.json. Raises UnsupportedError if a new run fits in no
-    place."""
+    """Choose the tiers of optimizer states, weights and gradients for a layout of ranks. Returns
+    the run with its weights placed, and the place of the states. A resumed run keeps the placement
+    in `about`, its about.json. Raises UnsupportedError if nothing fits a new run."""
     # Free memory differs between ranks.
     return world.run_on_rank0(partial(_place, run, components, world, inspect, about, observer))
 
@@ -527,8 +529,8 @@ def _place(
 def _planned(
     run: RunConfig, components: Components, question: Question, before: str | None
 ) -> Plan:
-    """Return the plan of all placements. A resumed run keeps its placement if that fits; for a
-    written schedule only bytes decide."""
+    """Return the best plan over all open placements. A resumed run keeps its placement if that
+    fits; with a schedule from the run file only bytes decide, not time."""
     if run.schedule.strategy == AUTO:
         if before is not None:
             same = components.best_plan(replace(question, open=PINNED))
@@ -545,7 +547,7 @@ def _planned(
 
 
 def why_there(plan: Plan) -> str:
-    """Return the reason for the states' place in a plan."""
+    """Return the reason for the place that a plan gives optimizer states."""
     if not plan.fits:
         return "the plan finds no room for the step"
     first = plan.unmoved
@@ -561,13 +563,13 @@ def why_there(plan: Plan) -> str:
 
 
 def inspect_for(run: RunConfig, model: Any, device: torch.device) -> InspectedModel:
-    """Return the run's model as the planner sees it, before its weights are sharded."""
+    """Describe the run's model for the planner, before its weights are sharded."""
     adapters = run.model.lora.everywhere() if run.model.lora else 0
     return inspect_model(model, run.model.dtype.value, device, adapters, run.kernels)
 
 
 def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
-    """Return the machine with no more main memory than the run file allows."""
+    """Return the machine with its main memory limited to what the run file allows."""
     limit = run.host_bytes()
     if limit is None:
         return machine
@@ -597,8 +599,8 @@ def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str,
 
 
 def choice_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:
-    """Return the JSON from which `recall_plan` restores a choice, with the planner's plan; `asked`
-    is the schedule of the run file, if the planner did not choose."""
+    """Return a choice and the planner's plan as JSON, from which `recall_plan` restores the choice.
+    `asked` is the run file's schedule, if the planner did not choose."""
     found: dict[str, Any] = {"asked": to_mapping(asked), "layout": asdict(layout)}
     if choice.plan is not None:
         found = choice.plan.to_json()
@@ -610,10 +612,10 @@ def recall_plan(
     question: Question,
     evaluate: Callable[[Question, str, Schedule], Plan],
 ) -> Choice | None:
-    """Return the planner's schedule of an earlier part of this run, so that results stay
-    bit-identical, or None if it was for another machine. In another layout bits change anyway, so
-    only a sparse schedule that can run there is kept: its chunk is part of the attention's
-    definition."""
+    """Return the schedule that the planner chose in an earlier part of this run, so that results
+    stay bit-identical, or None if it was chosen for another machine. In another layout bits change
+    anyway, so only a sparse schedule that can run there is kept: its chunk is part of the
+    attention's definition."""
     layout = question.layout
     if known is None or known.get("machine") != question.machine.name:
         return None

@@ -77,8 +77,8 @@ HIDDEN = "***"
 
 
 def part_json(ranks: int) -> dict[str, Any]:
-    """Return the history entry of a part of a run that begins now: command, machine, versions. No
-    environment variables."""
+    """Return the entry of history.json for the part of a run that begins now: command, machine,
+    versions. No environment variables."""
     return {
         "command": command_text(sys.argv),
         "ranks": ranks,
@@ -149,7 +149,7 @@ def _machine() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class WatchedProgram:
-    """A program that ran, with measurements after each instruction."""
+    """An executed program, with measurements after each of its instructions."""
 
     program: Program
     peaks: list[int] = field(default_factory=list)  # peak bytes since the instruction before
@@ -160,7 +160,7 @@ class WatchedProgram:
 
 @dataclass(slots=True)
 class StepRecorder:
-    """Watcher of the programs of one update. Only `finish` waits for the device."""
+    """Recorder of an update's memory and time. Only `finish` waits for the device."""
 
     device: torch.device
     gradient_bytes: Callable[[], int]
@@ -170,7 +170,7 @@ class StepRecorder:
     update: tuple[Any, Any] | None = None  # marks before and after it
 
     def follow(self, program: Program) -> Callable[[Instruction], None]:
-        """Return the callback for each instruction of a program that begins."""
+        """Begin to record a program, and return the callback to run after each instruction."""
         walk = WatchedProgram(program)
         self.walks.append(walk)
         held, known = self.gradient_bytes() if self.meter else 0, set[object]()
@@ -182,7 +182,7 @@ class StepRecorder:
             if self.meter is None:
                 return
             walk.peaks.append(self.meter.lap())
-            if _may_bring_gradients(instruction, known):
+            if _may_change_gradients(instruction, known):
                 held = self.gradient_bytes()
             walk.gradients.append(held)
 
@@ -210,12 +210,12 @@ class StepRecorder:
         return event
 
     def finish(self) -> None:
-        """Wait for the device; times are known afterwards."""
+        """Wait until the device has finished, so that all recorded times are known."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each kind of work, over all programs."""
+        """Return the seconds by kind of work, summed over the update's programs."""
         by_kind = dict.fromkeys(map(str, WorkKind), 0.0)
         for walk in self.walks:
             kinds = work_kinds(walk.program)
@@ -226,8 +226,8 @@ class StepRecorder:
         return {kind: size for kind, size in by_kind.items() if size > 0}
 
     def spans(self) -> Iterator[tuple[Program, Span]]:
-        """Yield the span of each piece of work by lane, in seconds since the first program
-        began."""
+        """Yield when each instruction, copy and update kept a lane (compute, copies, ranks) busy,
+        in seconds since the first program began."""
         first, timed = self.walks[0].marks[0], self._timed()
         for walk in self.walks:
             for index, instruction in enumerate(walk.program.instructions):
@@ -244,7 +244,7 @@ class StepRecorder:
             yield self.walks[-1].program, Span("compute", began, ended, UPDATE_SPAN)
 
     def highest(self) -> int:
-        """Return the index of the program with the highest peak; 0 without a meter."""
+        """Return the index of the program with the highest peak memory; 0 without a meter."""
         tops = [max(walk.peaks, default=0) for walk in self.walks]
         return tops.index(max(tops))
 
@@ -271,9 +271,9 @@ def _lane(program: Program, instruction: Instruction) -> str:
             return "compute"
 
 
-def _may_bring_gradients(instruction: Instruction, known: set[object]) -> bool:
-    """Return whether an instruction may change the bytes of `.grad`: the first of its kind and
-    layer, and every Close of a group."""
+def _may_change_gradients(instruction: Instruction, known: set[object]) -> bool:
+    """Return whether an instruction may change the bytes of `.grad`: a group's Close may, and so
+    may the first backward of each layer. `known` has the kinds and layers seen so far."""
     if isinstance(instruction, Close):
         return True
     if not isinstance(instruction, Backward | Head | EmbedBackward):
@@ -295,9 +295,9 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause, at the fullest moment of each frame;
-    constant parts are one number. `held` are bytes on the device before the step (on a CPU, main
-    memory), and `peak` the measured peak in addition to them."""
+    """Return planned and measured bytes of a step by cause: one number, or one per frame of the
+    report's drawing, at its fullest instruction. `held` are the device's bytes before the step (on
+    a CPU, those of main memory), and `peak` is the measured peak above them."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(walk.peaks, at)
     buffers = _buffers(walk.program, tiers, places)
@@ -311,18 +311,18 @@ def memory_json(
         "tier": "main memory" if device.type == "cpu" else "device memory",
         "planned": {
             "peak": sum(fixed.values()) + arena,
-            "parts": _plain({**fixed, **gaps, **buffers}),
+            "parts": _nonzero({**fixed, **gaps, **buffers}),
         },
-        "measured": {"peak": sum(held.values()) + peak, "parts": _plain(measured)},
+        "measured": {"peak": sum(held.values()) + peak, "parts": _nonzero(measured)},
     }
     if device.type != "cpu":
         there = _buffers(walk.program, (Tier.HOST,), places)
-        found["host"] = _plain({**dict(_on_host(expected.parts)), **there})
+        found["host"] = _nonzero({**dict(_on_host(expected.parts)), **there})
     return found
 
 
 def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
-    """Return the instruction of each frame with the most bytes."""
+    """Return the index of the instruction with the highest peak bytes, for each frame."""
     values, found, start = np.array(peaks, np.int64), list[int](), 0
     for end in at.ends:
         stop = min(end, len(values))
@@ -332,7 +332,7 @@ def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
 
 
 def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, Bytes]:
-    """Return the bytes of live buffers by class at each of the instructions `at`."""
+    """Return the bytes of live buffers by kind, at each of the instruction indices `at`."""
     changes: dict[str, Bytes] = {}
     for buffer in program.buffers.values():
         if buffer.tier in tiers:
@@ -345,7 +345,7 @@ def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, 
 
 
 def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
-    """Return the constant parts of a plan, without those held before the step."""
+    """Return the constant bytes of a plan by cause, without those held before the step."""
     on_host = parts.get("host_gradients", 0) if Tier.HOST in tiers else 0
     return {
         "gradients": parts.get("gradients", 0) + on_host,
@@ -364,8 +364,8 @@ def _on_host(parts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     return ((part, parts[name]) for part, name in names.items() if parts.get(name))
 
 
-def _plain(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
-    """Return the nonzero parts as plain numbers."""
+def _nonzero(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
+    """Return the causes with nonzero bytes, as plain numbers for JSON."""
     plain: dict[str, int | list[int]] = {}
     for part, sizes in parts.items():
         if isinstance(sizes, int):
@@ -387,16 +387,16 @@ def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> d
 
 
 def drawn_json(walk: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
-    """Return the frames of the grid of cells, and their times, as `farspan.report.plan_page` draws
-    them."""
+    """Return the frames that the report draws of an executed program, and their measured times, in
+    the form of `farspan.report.plan_page`."""
     first, *_ = walk.marks
     begins = {index: _between(first, mark) for index, mark in enumerate(walk.marks[:-1])}
     return drawn_walk(walk.program, begins, _between(first, walk.marks[-1]))
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
-    """Return the seconds that the planner expects in an update of `batches` batches: of each kind
-    of work alone on its lane, of attention, and in total, with lanes overlapping."""
+    """Return the seconds that the planner expects per update of `batches` batches: by kind of work
+    as if it ran alone, of attention, and in total with overlap."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
     found, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):

@@ -1,5 +1,5 @@
-"""The run folder: its files, its lock, and the checks before a run resumes in it; the state of a
-run between two steps; and the search for values that are not finite.
+"""The run folder: its files, its lock, and the checks before a run resumes; the state of a run
+between two steps; and the search for values that are not finite.
 
 config.yaml      the run, with all defaults filled in
 about.json       the model, the schedule, and the expected memory
@@ -136,7 +136,7 @@ def identity(run: RunConfig) -> str:
 
 
 class RunFolder:
-    """The folder that a run writes in, locked from `__enter__` to `__exit__`.
+    """The folder that a run writes to, which the run locks from `__enter__` to `__exit__`.
 
     The folder stays open and `path` leads through its descriptor, so a run continues in a renamed
     folder, and another run may start under the old name. A second process in the same folder is
@@ -169,12 +169,12 @@ class RunFolder:
         return self.path / "shortage.json"
 
     def __enter__(self) -> "RunFolder":
-        _refuse_other(self.name, "folder")
+        _refuse_wrong_kind(self.name, "folder")
         try:
             self.name.mkdir(parents=True, exist_ok=True)
             self.hold()
-            _refuse_other(self.checkpoints, "folder")
-            _refuse_other(self.path / ".lock", "file")
+            _refuse_wrong_kind(self.checkpoints, "folder")
+            _refuse_wrong_kind(self.path / ".lock", "file")
             if self.checkpoints.is_symlink() or (self.path / ".lock").is_symlink():
                 refuse_links(self.path)
             self.checkpoints.mkdir(exist_ok=True)
@@ -200,7 +200,7 @@ class RunFolder:
         return self
 
     def hold(self) -> None:
-        """Keep the folder open, even if it is renamed."""
+        """Keep the folder open, so that the run still writes to it after it is renamed."""
         held = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
         self._open.callback(os.close, held)
         place = Path(f"/proc/self/fd/{held}")
@@ -224,12 +224,12 @@ class RunFolder:
 
     @property
     def called(self) -> Path:
-        """The folder's current name: the user's, unless it was renamed."""
+        """Name of the folder for messages: the user's, or a new one if it was renamed."""
         return Path(shown(self.path))
 
     def prepare(self) -> list[str]:
-        """Clean up after a killed process, write config.yaml, and return the changes that alter
-        roundings.
+        """Remove what a killed process left, write config.yaml, and return the changed settings
+        that alter roundings.
 
         Raises:
             UnsupportedError: The folder holds another run that can be resumed (the message names
@@ -263,10 +263,10 @@ class RunFolder:
 
     def _refuse_in_the_way(self) -> None:
         for path in named_checkpoints(self.checkpoints):
-            _refuse_other(path, "folder")
+            _refuse_wrong_kind(path, "folder")
         for name in FILES:
-            _refuse_other(self.path / name, "file")
-        _refuse_other(self.model, "folder")
+            _refuse_wrong_kind(self.path / name, "file")
+        _refuse_wrong_kind(self.model, "folder")
         refuse_links(self.path)
         with readable(self.model):
             inside = os.listdir(self.model) if os.path.lexists(self.model) else []
@@ -295,7 +295,7 @@ class RunFolder:
             raise write_failure(self.metrics, error.strerror or str(error)) from error
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Drop metrics of steps after `step` and a truncated last line, and return the rest."""
+        """Drop metrics after `step` and a truncated last line, and return the others."""
         if not self.metrics.exists():
             return []
         kept = [line for line in read_metrics(self.metrics) if line["step"] <= step]
@@ -304,47 +304,47 @@ class RunFolder:
         return kept
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:
-        """Write a whole JSON file. Raises WriteFailed."""
+        """Write a JSON file, whole or not at all. Raises WriteFailed."""
         path, many = self.path / name, name == STEP  # thousands of numbers, on one line
         text = json.dumps(values, indent=None if many else 1, allow_nan=False)
         write_whole(path, text.encode("utf-8"))
         return path
 
     def write_shortage(self, values: Mapping[str, Any]) -> None:
-        """Write the plan with which memory ran out. Any rank may call it: the rank that ran out
-        cannot reach the others, which wait for it. Raises WriteFailed."""
+        """Write shortage.json: the plan that ran out of memory. Any rank may call this, since the
+        rank that ran out cannot reach the others, which wait for it. Raises WriteFailed."""
         partial = self.path / f"{PARTIAL}{os.getpid()}-{self.shortage.name}"
         write_bytes(partial, json.dumps(values, indent=1).encode("utf-8"))
         publish(partial, self.shortage)
 
     def forget_shortage(self) -> None:
-        """Remove shortage.json, once a later plan fits."""
+        """Remove shortage.json, once a later plan fits in memory."""
         self.shortage.unlink(missing_ok=True)
 
 
 class OthersFolder(RunFolder):
-    """The run folder of a rank other than 0, which writes no records."""
+    """The run folder as ranks other than 0 see it; these ranks write no records."""
 
     def __enter__(self) -> "OthersFolder":
         return self
 
     def hold(self) -> None:
-        """Keep the folder open once rank 0 has made it, if this machine sees it."""
+        """Keep the folder open, if rank 0 has made it on a drive that this machine sees."""
         if self.name.is_dir():
             super().hold()
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Leave metrics to rank 0."""
+        """Do nothing: rank 0 writes metrics."""
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:  # noqa: ARG002
         return self.path / name
 
     def forget_shortage(self) -> None:
-        """Leave the file to rank 0."""
+        """Do nothing: rank 0 removes shortage.json."""
 
 
-def _refuse_other(path: Path, kind: str) -> None:
-    """Raise UnsupportedError if `path` exists and is not of this kind, "file" or "folder"."""
+def _refuse_wrong_kind(path: Path, kind: str) -> None:
+    """Raise UnsupportedError if `path` exists and is not a "file" or "folder" (`kind`)."""
     right = os.path.isdir(path) if kind == "folder" else os.path.isfile(path)
     if os.path.lexists(path) and not right:
         raise UnsupportedError(
@@ -364,7 +364,7 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the leaves that differ, each with its path and both values."""
+    """Return a line for each setting that differs between two configurations, with both values."""
     old, new = flatten(before), flatten(now)
     if {old.get(DATA), new.get(DATA)} - {None, 1}:
         old, new = _whole_batch(old), _whole_batch(new)
@@ -380,7 +380,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return the leaves with the batch of all replicas instead of one replica's."""
+    """Return the settings with the batch summed over all replicas instead of one replica's."""
     batch = leaves["batch"] * (leaves.get(DATA) or 1)
     return _without("batch", leaves) | {"batch of all replicas": batch}
 
@@ -391,7 +391,7 @@ def _without(key: str, leaves: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The first parameters, in the order of the model, that are not finite."""
+    """The first weight and the first gradient, in the model's order, that are not finite."""
 
     kind: str  # the value that is not finite: 'loss' or 'gradient'
     weight: str | None  # not finite before the step: the cause is older than this batch
@@ -406,7 +406,7 @@ class Finding:
 
 
 def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
-    """Check the loss, then every weight and its gradient."""
+    """Find what is not finite among the loss, every weight and its gradient."""
     finite_loss = abs(loss) < float("inf")  # false for NaN too
     return Finding(
         kind="gradient" if finite_loss else "loss",
@@ -416,7 +416,7 @@ def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
 
 
 def as_json(value: float) -> float | str:
-    """Return a number, or NaN and infinity as text, which JSON lacks."""
+    """Return a number for JSON: NaN and infinity, which JSON lacks, become text."""
     return value if abs(value) < float("inf") else str(value)
 
 
@@ -427,7 +427,7 @@ def diagnosis_json(
     loss: float,
     norm: float | None,
 ) -> dict[str, Any]:
-    """Return the content of diagnosis.json, without the batches. Without a norm, the loss is that
+    """Return the content of diagnosis.json, without the batches. `norm` is None if the loss is that
     of held-out text."""
     return {
         "step": step,
@@ -452,8 +452,8 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -> None:
-    """Restore the states of `capture_rng` for the devices that exist. `own` is a rank's GPU, which
-    gets rank 0's state: that of the first GPU."""
+    """Restore the states of `capture_rng` on the devices that exist. `own` is the rank's GPU; it
+    gets the state of the first GPU, which is rank 0's."""
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
@@ -465,7 +465,7 @@ def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -
 
 @dataclass(slots=True)
 class RunState:
-    """State of a run between two steps, from which a retried step starts again."""
+    """State of a run between two steps, to which a retried step returns."""
 
     at: TrainState = field(default_factory=TrainState)
     rng: Mapping[str, Tensor] = field(default_factory=capture_rng)

@@ -1,4 +1,4 @@
-"""Setup of a run: load its model, data and optimizer, and distribute them over ranks."""
+"""Setup of a run: load its model, data and optimizer, and distribute these over ranks."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -85,7 +85,7 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     """Return the run with its tokenizer filled in (the model's, or bytes for random weights), and
-    the replicas of `ranks` ranks (None: not launched by torchrun). Raises UnsupportedError."""
+    the replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -107,9 +107,9 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     return replace(run, model=model, data=data, parallel=check_ranks(run.parallel, ranks))
 
 
-def _tell_reach(blank: Any, context: int, observer: Observer) -> None:
-    """Warn before the data are read: only then can a document beyond the model's positions be
-    refused."""
+def _warn_of_positions(blank: Any, context: int, observer: Observer) -> None:
+    """Warn that the context exceeds the model's positions. Documents that are too long can be
+    refused only after the data are read."""
     limit = context_limit(blank)
     if limit is not None and context > limit:
         observer.note(
@@ -125,14 +125,14 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Make everything but the engine, and the layout of ranks; `about` is the about.json of an
-    earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
+    """Make the context of a run, but no engine, and lay out the ranks. `about` is the about.json of
+    an earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # fail before loading the model
     memory = components.choose_allocator(run.allocator, world.device)
     tokenizer = cache(partial(load_run_tokenizer, run))
     blank, config = _blank_model(run, components, world, tokenizer)
-    _tell_reach(blank, run.context, observer)
+    _warn_of_positions(blank, run.context, observer)
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus = _open_data(run, tokenizer(), observer.preparing)
     _check_data(run, corpus, tokenizer(), blank, observer)
@@ -191,7 +191,7 @@ def _load_placed(
     world: DistributedContext,
     about: Mapping[str, Any],
 ) -> tuple[RunConfig, Placed, Any, int]:
-    """Choose where weights and states live, and load the model there.
+    """Choose the tiers of weights and optimizer states, and load the model there.
 
     Returns the run with its weights in their place, the states' place, the model, and the bytes
     that the process held before loading it. Raises UnsupportedError.
@@ -211,7 +211,7 @@ def _load_placed(
 def _check_data(
     run: RunConfig, corpus: Corpus, tokenizer: Tokenizer, blank: Any, observer: Observer
 ) -> None:
-    """Check that the model supports the data, before the first step that would fail. Raises
+    """Refuse data that the model does not support, before a step would fail. Raises
     UnsupportedError."""
     largest = max(corpus.parts, key=lambda part: max(store.largest for store in part.stores))
     _check_vocabulary(run, corpus.largest, largest.opened, blank)
@@ -228,8 +228,8 @@ def _check_data(
 def _check_window(
     run: RunConfig, model: Any, other: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
-    """Check that both models support a stream's window, naming the document; `other` is the second
-    model. Raises UnsupportedError."""
+    """Refuse the documents that a stream holds in memory if either model does not support them,
+    naming the document; `other` is the second model. Raises UnsupportedError."""
     for limited in [model] if other is None else [model, other]:
         place = ""
         try:
@@ -242,7 +242,7 @@ def _check_window(
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse pairs without a loss of pairs, and the reverse, where only the records show it."""
+    """Refuse preference pairs if the loss takes no pairs, and other records if it does."""
     kind, paired = run.objective.kind, {p.stores[0].middles is not None for p in corpus.parts}
     if run.objective.paired and paired != {True}:
         raise UnsupportedError(f"data.format: {UNPAIRED.format(kind)}")
@@ -253,8 +253,8 @@ def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
 def _load_reference(
     run: RunConfig, components: Components, world: DistributedContext, model: Any, corpus: Corpus
 ) -> Any:
-    """Return the second model of the run's loss, or None: the whole model on rank 0, a blank one on
-    other ranks. Raises UnsupportedError."""
+    """Return the reference model of the run's loss, or None without one. Rank 0 loads its weights;
+    other ranks get a model without weights. Raises UnsupportedError."""
     loss, reference = run.objective, None
     if loss.compared() is Reference.FROZEN:
         reference = copy.deepcopy(model)
@@ -300,7 +300,7 @@ def _load_teacher(
 def _lay_out(
     run: RunConfig, components: Components, world: DistributedContext, model: Any
 ) -> ReferenceModel:
-    """Distribute a second model over ranks or into main memory, like the first."""
+    """Distribute the reference model over ranks or into main memory, like the trained model."""
     sharded_model = shard_model(run, components, model, world)
     weights = None
     if streams(run.schedule.apply(Schedule()), world.layout):
@@ -314,7 +314,7 @@ def _open_data(run: RunConfig, tokenizer: Tokenizer, watch: Watch) -> Corpus:
 
 
 def load_run_tokenizer(run: RunConfig) -> Tokenizer:
-    """Return the tokenizer of a resolved run. Raises UnsupportedError."""
+    """Return the tokenizer of a run that `resolve` has completed. Raises UnsupportedError."""
     model, name = run.model, str(run.data.tokenizer)
     # The revision is the model's, and does not pin code of another repository.
     trusted = model.trust_remote_code and (name == model.path or not is_on_hub(name))
@@ -328,7 +328,7 @@ def load_run_tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def embedded_rows(run: RunConfig) -> int:
-    """Return the fewest rows of the run's embeddings: one per id of its tokenizer, if asked for."""
+    """Return the embedding rows that the run needs if it resizes them, else 0."""
     return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 
@@ -338,8 +338,8 @@ def _blank_model(
     world: DistributedContext,
     tokenizer: Callable[[], Tokenizer],
 ) -> tuple[Any, PretrainedConfig | None]:
-    """Return the model without weights, for checks before any text is read, and on rank 0 its
-    configuration. Raises UnsupportedError on all ranks."""
+    """Return the run's model without weights, for checks before any text is read, and its
+    configuration (None on ranks other than 0). Raises UnsupportedError on all ranks."""
 
     def blank_of(config: PretrainedConfig | None = None) -> Any:
         rows = tokenizer().size() if run.model.resize_embeddings else 0
@@ -374,8 +374,8 @@ def _load_model(
     config: PretrainedConfig | None,
     observer: Observer,
 ) -> Any:
-    """Load the model on rank 0. With several ranks it is loaded into main memory, as its layout is
-    not known yet, and the others return the blank model."""
+    """Load the run's model on rank 0; other ranks return the model without weights. With several
+    ranks rank 0 loads it into main memory, because the layout is not known yet."""
     torch.manual_seed(run.seed)
     stays = world.size == 1 and run.schedule.weights is not Tier.HOST
     device = world.device if stays else torch.device("cpu")
@@ -400,7 +400,7 @@ def _load(
     config: PretrainedConfig | None = None,
     rows: int = 0,
 ) -> Any:
-    """Load the model with its adapters and at least `rows` embedded ids."""
+    """Load the model with its adapters, and with at least `rows` rows of embeddings."""
     model = components.load_model(
         **run.model.origin(),
         dtype=torch_dtype(run),
@@ -418,8 +418,8 @@ def _load(
 
 
 def adapt(model: Any, run: RunConfig) -> None:
-    """Add the adapters of the run file, if any. Raises UnsupportedError, also for a quantised model
-    without adapters."""
+    """Add the run file's adapters to the model, if any. Raises UnsupportedError, also for a
+    quantised model without adapters."""
     lora = run.model.lora
     if lora is None:
         refuse_whole(model.config)
@@ -464,7 +464,7 @@ def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model:
 def shard_model(
     run: RunConfig, components: Components, model: Any, world: DistributedContext
 ) -> ShardedModel | None:
-    """Shard a model that rank 0 has loaded, in place. Returns None if all ranks hold the whole
+    """Shard a model that rank 0 has loaded, in place. Returns None if every rank keeps the whole
     model."""
     if world.ranks is None:
         return None
@@ -477,7 +477,7 @@ def shard_model(
 
 
 def is_sharded(run: RunConfig, layout: Layout) -> bool:
-    """Return whether ranks hold parts of the weights. Raises UnsupportedError."""
+    """Return whether each rank holds only a part of the weights. Raises UnsupportedError."""
     cut = layout.tensor > 1 or layout.pipeline > 1 or layout.fsdp
     if layout.devices() == 1 or not cut:
         return False
@@ -491,7 +491,7 @@ def is_sharded(run: RunConfig, layout: Layout) -> bool:
 
 
 def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
-    """Raise UnsupportedError, naming the run file's field, for groups that do not fit the model."""
+    """Raise UnsupportedError, naming the field, if groups of layers do not fit the model."""
     try:
         group_ranges(schedule, layers, stages)
     except UnsupportedError as error:
@@ -500,8 +500,8 @@ def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
 
 
 def refuse_weights(weights: Tier, layout: Layout) -> None:
-    """Raise UnsupportedError, naming the run file's field, if ranks of the layout cannot hold
-    weights in this tier."""
+    """Raise UnsupportedError, naming the run file's field, if ranks of this layout cannot hold
+    their weights in this tier."""
     try:
         refuse_together(Schedule(weights=weights), layout)
     except UnsupportedError as error:
@@ -509,14 +509,14 @@ def refuse_weights(weights: Tier, layout: Layout) -> None:
 
 
 def _inspected(run: RunConfig, device: torch.device, blank: Any) -> InspectedModel:
-    """Return a model without weights, as the planner sees it."""
+    """Describe the run's model for the planner from a model without weights."""
     rank = 0 if run.model.lora is None else run.model.lora.everywhere()
     boundary = CausalLMStages(blank, device)
     return inspect_blank(boundary, run.model.dtype.value, device, rank, run.kernels)
 
 
 def choose_device(name: str) -> torch.device:
-    """Return an existing device. Raises UnsupportedError."""
+    """Return the named device, or the best one for `auto`. Raises UnsupportedError."""
     try:
         device = torch.device(_best() if name == AUTO else name)
     except RuntimeError as error:
@@ -543,7 +543,7 @@ def introduce(ctx: RunContext) -> str:
     some = "" if trained == every else f", {trained:,} of them trained,"
     lines = [
         f"{run.folder}: {type(ctx.model).__name__} with {every:,} parameters{some} "
-        f"on {ctx.device}{_sharing(ctx.world)}",
+        f"on {ctx.device}{_ranks_words(ctx.world)}",
         *ctx.corpus.describe(run.context),
         f"optimizer states: {ctx.placed.describe()}",
     ]
@@ -566,8 +566,8 @@ def introduce(ctx: RunContext) -> str:
     return "\n".join(lines)
 
 
-def _sharing(world: DistributedContext) -> str:
-    """Return the number of ranks and their axes in words, or "" for one process."""
+def _ranks_words(world: DistributedContext) -> str:
+    """Return words for the number of ranks and how they share a step, or "" for one process."""
     axes = {axis: getattr(world.layout, axis) for axis in AXES}
     named = ", ".join(f"{axis} {extent}" for axis, extent in axes.items() if extent > 1)
     return f", {world.size} ranks: {named}" if named else ""
@@ -576,8 +576,8 @@ def _sharing(world: DistributedContext) -> str:
 def show_data(
     run: RunConfig, sequence: int, held_out: bool, watch: Watch = unwatched
 ) -> Iterator[str]:
-    """Yield lines about the data and one sequence, counted from 0 in training order or among the
-    held-out ones. Raises UnsupportedError."""
+    """Yield lines about the data and about sequence `number`, counted from 0 in training order or
+    among the held-out sequences. Raises UnsupportedError."""
     run = as_begun(resolve(replace(run, parallel=None)))
     tokenizer = load_run_tokenizer(run)
     corpus = _open_data(run, tokenizer, watch)
@@ -605,8 +605,8 @@ def show_data(
 
 
 def glance_at_data(run: RunConfig) -> list[str]:
-    """Return the lines of `show_data` for the first sequence, or the reason for their absence.
-    Reads only local data that the run file names, already prepared or quick to prepare."""
+    """Return the lines of `show_data` for the first sequence, or a line that says why they are
+    missing. Reads only local data of the run file that is prepared or quick to prepare."""
 
     def watch(documents: int, tokens: int, read: HowFar) -> None:  # noqa: ARG001
         if documents > GLANCE[0] or tokens > GLANCE[1]:

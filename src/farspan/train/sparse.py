@@ -25,13 +25,13 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 
 
 def marks(run: RunConfig) -> dict[str, str]:
-    """Return the marks on every output of a run with sparse attention; none for a dense one."""
+    """Return the keys that mark all outputs of a sparse run; empty for dense attention."""
     return {} if run.sparse is None else {"attention": "sparse"}
 
 
 def hides(run: RunConfig) -> bool:
-    """Return whether a query may miss a token that dense attention shows it. False holds for any
-    chunk of a run short of memory: a chunk of one page has the most to choose from."""
+    """Return whether a query of this run may miss a token that dense attention would show. A chunk
+    of one page decides: it has the most pages to choose from, and a retry may use it."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -41,28 +41,28 @@ def hides(run: RunConfig) -> bool:
 
 
 def opening_words(run: RunConfig) -> str:
-    """Return the opening message of a run about its sparse attention, which it must have."""
+    """Return the first message of a run that uses sparse attention."""
     assert run.sparse is not None
     words = sparse_words(run.sparse.spec(), hides=hides(run)) + sparsity_words(run)
     return f"{words}; {NOT_DENSE}" if hides(run) else words
 
 
 def sparsity_words(run: RunConfig) -> str:
-    """Return the share of chosen pages in words, if the run sets it."""
+    """Return words for the sparsity that the run file sets, or "" if it sets none."""
     if run.sparse is None or run.sparse.sparsity is None:
         return ""
     return f", chosen at a sparsity of {run.sparse.sparsity:g}"
 
 
 def what_changes(run: RunConfig, change: str) -> str:
-    """Return the effect of a permitted change between two parts of a run."""
+    """Return words for the effect that a changed setting has on the results of a resumed run."""
     if run.sparse is not None and change.startswith("schedule."):
         return "sparse attention sees other tokens if the chunk changes, and gradients differ then"
     return "the gradients are the same up to rounding, but not bit for bit"
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return the effect of a changed chunk on a sparse run; empty if the chunk is the same."""
+    """Return the effect of another chunk on sparse attention as text; empty without one."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
@@ -72,9 +72,9 @@ def other_chunk(before: int | None, now: Schedule) -> str:
 
 
 def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
-    """Return the selector of a fixed share of pages, if the run asks for one. Raises
-    UnsupportedError if the share exceeds the budget, which would cut it to another share. The
-    smallest chunk decides, because a run short of memory may fall back to it."""
+    """Return the selector that keeps a fixed share of pages, or None if the run file sets no
+    sparsity. Raises UnsupportedError if that share exceeds the budget. Shares are counted for a
+    chunk of one page, to which a run short of memory may fall back."""
     sparse = schedule.sparse
     if sparse is None or given is None or given.sparsity is None:
         return None
@@ -90,8 +90,8 @@ def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) ->
 
 
 def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
-    """Return the index of a run; None: it has none. Raises UnsupportedError, naming the run file's
-    field, if it cannot be read or does not fit the model (`blank` has no weights)."""
+    """Return the index by which a run chooses pages, or None without one. Raises UnsupportedError,
+    naming the field, if it cannot be read or does not fit the model (`blank` has no weights)."""
     if given is None or given.index is None:
         return None
     layers = None if blank is None else attention_of(deepcopy(blank))
@@ -107,7 +107,7 @@ def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """Return the selector of a run's step; None: the most votes. Raises UnsupportedError."""
+    """Return the run's selector of pages; None: take the most votes. Raises UnsupportedError."""
     share = fraction_of(given, schedule, context)
     if schedule.sparse is None:
         return share
@@ -116,13 +116,13 @@ def selector_for(
 
 
 def _sparsity_for(most: int, pages: int) -> float:
-    """Return the least sparsity in four digits that leaves at most `most` pages."""
+    """Return the least sparsity, to four decimals, that leaves at most `most` pages."""
     return ceil(10_000 * (1 - Ratio(most, pages))) / 10_000
 
 
 def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return the attention mass that a step's watched cells saw, for metrics.jsonl: the mean over
-    all, the minimum of a query, and its layer. Empty if no cell hid any page."""
+    """Return attention-mass values for metrics.jsonl: the mean over the step's sampled cells, the
+    minimum over their queries, and the layer of that minimum. Empty if no cell hid a page."""
     if not seen:
         return {}
     least = min(seen, key=lambda cell: cell.mass.minimum)
@@ -135,13 +135,13 @@ def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MassWatch:
-    """Warns when queries see too little attention mass: at once, then every `REMIND` steps."""
+    """Warns when queries see too little attention mass, at most every `REMIND` steps."""
 
     below: float
     warned: int | None = None  # step of the last warning
 
     def warning(self, step: int, seen: Sequence[Seen]) -> str | None:
-        """Return the warning for the user after this step, if any."""
+        """Return the warning to show the user after this step, or None."""
         if not seen:
             return None
         worst = min(seen, key=lambda cell: cell.mass.mean)

@@ -1,4 +1,4 @@
-"""AdamW states that are updated in main memory, piece by piece. They live there or on a drive.
+"""AdamW states in main memory or on a drive, updated in main memory slice by slice.
 
 `HostStates` cuts parameters into pieces that pass through slots of pinned memory:
 
@@ -71,7 +71,7 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Parameters of AdamW's update, except the learning rate."""
+    """AdamW's hyperparameters, except the learning rate, and whether each parameter decays."""
 
     config: OptimizerConfig
     decays: Mapping[str, bool]
@@ -80,7 +80,7 @@ class Rule:
         return self.config.weight_decay if self.decays[name] else 0.0
 
     def groups(self, weights: Mapping[str, Tensor]) -> list[dict[str, object]]:
-        """Return parameter groups for a torch optimizer."""
+        """Return two parameter groups for a torch optimizer: with and without weight decay."""
         return [
             {
                 "params": [weights[name] for name in weights if self.decays[name] is chosen],
@@ -91,18 +91,18 @@ class Rule:
 
 
 def is_low(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has an fp32 master."""
+    """Return whether a parameter has 16 bits, and therefore an fp32 master copy."""
     return parameter.dtype in LOW_PRECISION
 
 
 def widen_gradient(parameter: nn.Parameter) -> None:
-    """Accumulate `.grad` of a low-precision parameter in fp32."""
+    """Make autograd accumulate `.grad` of a 16-bit parameter in fp32."""
     if is_low(parameter):
         parameter.grad_dtype = torch.float32
 
 
 def lasting_bytes(parameter: nn.Parameter) -> int:
-    """Return the bytes of a parameter's moments, and of its master if it has one."""
+    """Return the bytes of a parameter's two moments, and of its fp32 master copy if it has one."""
     wide = accumulate_dtype(parameter.dtype).itemsize
     return parameter.numel() * wide * (MOMENTS + is_low(parameter))
 
@@ -117,7 +117,7 @@ ADVICE_BESIDE = "train fewer parameters (model.lora), or a smaller model"  # wit
 
 @dataclass(frozen=True, slots=True)
 class _ParameterSlice:
-    """Elements [start, stop) of a parameter, in the order of its memory."""
+    """Elements [start, stop) of a parameter, counted in the order of its memory."""
 
     name: str
     start: int
@@ -126,8 +126,8 @@ class _ParameterSlice:
 
 @dataclass(slots=True)
 class _StagingSlot:
-    """Pinned buffers of a piece in transit. Invariant: `sent` is the event of the last copy from
-    them."""
+    """Pinned buffers for the gradient and the weight of one slice while these are copied.
+    Invariant: `sent` is the event of the last copy out of the buffers."""
 
     gradient: Tensor  # uint8
     weight: Tensor  # uint8
@@ -140,7 +140,7 @@ class _StagingSlot:
 
 class HostStates:
     """AdamW states in main memory. Invariant: between updates a bfloat16 or float16 parameter
-    equals its rounded fp32 master, and no copy is running."""
+    equals its rounded fp32 master copy, and no copy is running."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class HostStates:
         room: int | None = None,
         weights: Tier = Tier.DEVICE,
     ) -> None:
-        """Allocate all memory. Weights in main memory need no slots. Raises TooLarge if the host
-        cannot hold the states of all its ranks, or they exceed `room` bytes."""
+        """Allocate all memory; weights in main memory need no staging buffers. Raises TooLarge if
+        the host cannot hold the states of all its ranks, or if they exceed `room` bytes."""
         for name, parameter in parameters.items():
             if not parameter.is_contiguous():
                 raise UnsupportedError(
@@ -161,7 +161,7 @@ class HostStates:
                 )
         self._parameters = parameters
         self._rule = rule
-        self._passes = weights is Tier.DEVICE
+        self._stages_weights = weights is Tier.DEVICE
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._copies = copies or CopyEngine(device, overlap=device.type == "cuda")
         # In-order copies on CUDA have no events for the CPU to wait for.
@@ -171,15 +171,15 @@ class HostStates:
         self._updates = {name: torch.zeros(()) for name in parameters}
         self._staged = staged_elements(sum(p.numel() for p in parameters.values()))
         self._slots: list[_StagingSlot] = []
-        self._lay_out(ranks, room)
+        self._allocate(ranks, room)
         self._began = False
         for name, parameter in parameters.items():
             widen_gradient(parameter)
             if is_low(parameter):
                 self._states[f"master/{name}"].copy_(parameter.detach())
 
-    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
-        """Allocate masters and moments, then slots."""
+    def _allocate(self, ranks: ParallelContext | None, room: int | None) -> None:
+        """Allocate master copies and moments, then the staging buffers."""
         lasting, address = sum(lasting_bytes(p) for p in self._parameters.values()), 0
         self._reserve(lasting, 0, ranks, room)
         for key, shape, dtype in self._arrays():
@@ -188,8 +188,8 @@ class HostStates:
             address += view.nbytes
 
     def _arrays(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Yield name, shape and dtype of masters and moments, the widest first, so that each is
-        aligned."""
+        """Yield (name, shape, dtype) of each master copy and moment. The widest dtype comes first,
+        so that every array is aligned."""
         wide = {name: accumulate_dtype(p.dtype) for name, p in self._parameters.items()}
         for name in sorted(wide, key=lambda name: -wide[name].itemsize):
             for key in self._keys(name):
@@ -198,14 +198,14 @@ class HostStates:
     def _reserve(
         self, lasting: int, beside: int, ranks: ParallelContext | None, room: int | None
     ) -> None:
-        """Reserve an arena of `lasting` bytes and the slots; `beside` bytes are allocated
-        elsewhere."""
-        parameters, staged = self._parameters.values(), self._staged * self._passes
+        """Reserve an arena of `lasting` bytes plus the staging buffers; `beside` more bytes will be
+        allocated elsewhere."""
+        parameters, staged = self._parameters.values(), self._staged * self._stages_weights
         widths = (accumulate_dtype(p.dtype).itemsize for p in parameters)
         gradient = staged * max(widths, default=0)
         weight = staged * max((p.itemsize for p in parameters), default=0)
         size = lasting + SLOTS * (gradient + weight)
-        advice = ADVICE if self._passes else ADVICE_BESIDE
+        advice = ADVICE if self._stages_weights else ADVICE_BESIDE
         refuse_beyond_together(ranks, size + beside, STATES_THERE, advice, room)
         self._arena.reserve(size)
         for i in range(SLOTS):
@@ -230,9 +230,8 @@ class HostStates:
         begins: Callable[[nn.Parameter], None] | None = None,
         ends: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
-        """Update like `OptimizerStates`. For weights in main memory, call `begins` with each
-        parameter before its gradient is read, and `ends` after its update, in the parameters'
-        order."""
+        """Update every parameter that has a `.grad`, in order. For weights in main memory, call
+        `begins` with each parameter before its gradient is read, and `ends` after its update."""
         pieces = list(self._pieces())
         for parameter in self._parameters.values():
             if parameter.grad is not None and not parameter.grad.is_contiguous():
@@ -242,7 +241,7 @@ class HostStates:
         try:
             for index in range(len(pieces) + SLOTS - 1):
                 if index < len(pieces):
-                    self._bring(pieces[index], self._slots[index % SLOTS])
+                    self._copy_to_host(pieces[index], self._slots[index % SLOTS])
                 done = index - SLOTS + 1
                 if done >= 0:
                     piece, states_of = pieces[done], next(states)
@@ -267,9 +266,10 @@ class HostStates:
                 for start in range(0, parameter.numel(), self._staged):
                     yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
 
-    def _bring(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
-        """Issue a piece's copies to the host. See Note: [A weight that has not left]."""
-        if not self._passes:
+    def _copy_to_host(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
+        """Start to copy a slice's gradient, or also its weight, to main memory. See Note: [A weight
+        that has not left]."""
+        if not self._stages_weights:
             return
         parameter = self._parameters[piece.name]
         assert parameter.grad is not None, "a piece is of a parameter with a gradient"
@@ -282,8 +282,8 @@ class HostStates:
         slot.arrived = self._copies.record(Lane.EVICT)
 
     def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
-        """Yield each piece's master, if any, and moments in main memory, in order. They are
-        released when the next ones are requested."""
+        """Yield the states of each slice in main memory: the master copy, if any, and both moments.
+        They may be overwritten when the next ones are requested."""
         for piece in pieces:
             yield [_part(self._states[key], piece) for key in self._keys(piece.name)]
 
@@ -294,16 +294,16 @@ class HostStates:
     def _update(
         self, piece: _ParameterSlice, slot: _StagingSlot, states: list[Tensor], lr: float
     ) -> None:
-        """Update a piece and issue its copy back."""
+        """Update a slice in main memory, and start to copy its weight back to the device."""
         config, parameter = self._rule.config, self._parameters[piece.name]
         assert parameter.grad is not None, "a piece is of a parameter with a gradient"
         count, there = piece.stop - piece.start, _part(parameter, piece)
-        out = slot.view(slot.weight, count, parameter.dtype) if self._passes else there
+        out = slot.view(slot.weight, count, parameter.dtype) if self._stages_weights else there
         _await(slot.arrived)  # Note: [A gradient that has not arrived]
         *master, first, second = states
         weight = master[0] if master else out
         gradient = _part(parameter.grad, piece)
-        if self._passes:
+        if self._stages_weights:
             gradient = slot.view(slot.gradient, count, weight.dtype)
         adamw(
             [weight],
@@ -324,7 +324,7 @@ class HostStates:
         if master:
             _await(slot.sent)  # Note: [A weight that has not left]
             out.copy_(weight)
-        if self._passes:
+        if self._stages_weights:
             self._copies.fetch(there, out)
             slot.sent = self._copies.record(Lane.FETCH)
 
@@ -334,7 +334,7 @@ def _part(tensor: Tensor | nn.Parameter, piece: _ParameterSlice) -> Tensor:
 
 
 def _await(event: Any) -> None:
-    """Wait on the CPU for a copy's event; None: no copy is running."""
+    """Block the CPU until a copy's event has happened; None stands for no copy."""
     if event is not None:
         event.synchronize()
 
@@ -346,15 +346,15 @@ TRIED = 2**28  # bytes to measure the speed of a drive
 
 
 class ScratchFile:
-    """A file without a name and of a fixed size, for one process.
+    """A file of a fixed size without a name, for one process.
 
     `direct`: read and written past the page cache, which some file systems do not support (such as
     tmpfs of older kernels). Addresses, sizes and memory are then whole sectors of 4,096 bytes.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        """Allocate the space. Raises UnsupportedError if the folder does not exist, cannot be
-        written, or the drive is too full."""
+        """Create the file and allocate its space. Raises UnsupportedError if the folder does not
+        exist, cannot be written, or the drive is too full."""
         self.folder, self.size = folder, size
         try:
             folder.mkdir(exist_ok=True)  # not its parents: the drive may be unmounted
@@ -396,16 +396,16 @@ class ScratchFile:
         return True
 
     def read(self, memory: Tensor, address: int) -> "Future[None]":
-        """Begin to fill uint8 `memory` from the address."""
+        """Start to fill uint8 `memory` from the file, beginning at byte `address`."""
         return self._pool.submit(self._move, os.preadv, memory, address)
 
     def write(self, memory: Tensor, address: int) -> "Future[None]":
-        """Begin to write uint8 `memory` to the address."""
+        """Start to write uint8 `memory` to the file, beginning at byte `address`."""
         return self._pool.submit(self._move, os.pwritev, memory, address)
 
     def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, at: int) -> None:
-        """Move all bytes, in calls that may each move less than requested, at most 2 GiB. Raises
-        WriteFailed."""
+        """Read or write all bytes; each call may move fewer than requested, and at most 2 GiB.
+        Raises WriteFailed."""
         left = memoryview(memory.numpy())  # type: ignore[arg-type]
         try:
             while left:
@@ -424,14 +424,14 @@ class ScratchFile:
             raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
-        """Flush writes through `memory` before direct reads, and let its pages go."""
+        """Write changes of the mapping to the drive, for direct reads, and free its pages."""
         if self.direct:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def rates(self, slab: Tensor) -> tuple[float, float]:
-        """Return the bytes per second written and read, with the number of requests of an update.
-        The file's first bytes are zeros afterwards. `slab` is uint8, of whole sectors."""
+        """Measure the bytes per second written and read by as many requests as an update has. The
+        file's first bytes are zeros afterwards. `slab` is a uint8 buffer of whole sectors."""
         size = min(len(slab), self.size, TRIED)
         extent = sectors(-(-size // THREADS))
         slab[:size].random_(generator=torch.Generator())  # the run's own generator stays unchanged
@@ -450,19 +450,20 @@ class ScratchFile:
 
 @dataclass(slots=True)
 class _DiskSlot:
-    """Master and moments of a piece. Invariant: `memory` is used only after `wait`."""
+    """Buffer of a slice's master copy and moments, with its pending requests. Invariant: `memory`
+    is used only after `wait`."""
 
     memory: Tensor  # uint8 [3 or 2, bytes]
     requests: list["Future[None]"] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait for the requests. Raises WriteFailed."""
+        """Wait for the buffer's requests. Raises WriteFailed."""
         requests, self.requests = self.requests, []
         settle(requests)
 
 
 def settle(requests: Iterable["Future[None]"]) -> None:
-    """Wait for all requests. Raises the first failed one's exception."""
+    """Wait for all requests to the drive. Raises the exception of the first that failed."""
     failed = [error for request in requests if (error := request.exception()) is not None]
     if failed:
         raise failed[0]
@@ -470,10 +471,10 @@ def settle(requests: Iterable["Future[None]"]) -> None:
 
 class DiskStates(HostStates):
     """AdamW states on a drive. Invariant: between updates a bfloat16 or float16 parameter equals
-    its rounded fp32 master, and no copy or request to the drive is running."""
+    its rounded fp32 master copy, and no copy or request to the drive is running."""
 
-    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
-        """Allocate slots and open the file. Raises UnsupportedError on all ranks."""
+    def _allocate(self, ranks: ParallelContext | None, room: int | None) -> None:
+        """Allocate the staging buffers and open the file. Raises UnsupportedError on all ranks."""
         each = sectors(self._staged * max((d.itemsize for _, _, d in self._arrays()), default=0))
         kept = MOMENTS + any(map(is_low, self._parameters.values()))
         self._reserve(0, DISK_SLOTS * kept * each, ranks, room)
@@ -522,8 +523,8 @@ class DiskStates(HostStates):
             self._states[key] = part.view(dtype).view(shape)
 
     def describe(self) -> str:
-        """Return the states' folder, the measured speeds, and the seconds of an update on the
-        drive."""
+        """Return words for the states' folder, the measured speeds, and the seconds that the drive
+        takes per update."""
         size, (written, read) = self._file.size, self._rates
         how = "" if self._file.direct else ", through the page cache: no direct I/O there"
         return (
@@ -565,8 +566,8 @@ class DiskStates(HostStates):
             slot.requests.append(move(memory, address))
 
     def _extents(self, piece: _ParameterSlice, slot: _DiskSlot) -> list[tuple[int, Tensor]]:
-        """Return the file addresses of a piece's master and moments, and their views in the
-        slot."""
+        """Return for a slice's master copy and both moments the offset in the file, and the view in
+        `slot` that holds them."""
         wide = accumulate_dtype(self._parameters[piece.name].dtype)
         start, size = piece.start * wide.itemsize, (piece.stop - piece.start) * wide.itemsize
         return [
@@ -579,8 +580,8 @@ MEASURED, PASSES = 2**27, 3  # elements of the measured states (1.6 GB), and pas
 
 
 def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:
-    """Return the bytes per second that a folder's drive reads and writes together: the median pass
-    of an update without computation. Raises UnsupportedError, also without direct I/O, and
+    """Measure the bytes per second that the drive of a folder reads and writes together: the median
+    of several updates without computation. Raises UnsupportedError, also without direct I/O, and
     WriteFailed."""
     weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
     config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))

@@ -1,5 +1,5 @@
-"""Runner of the engine on batches: chooses a schedule, estimates its memory, and retries after
-out-of-memory errors."""
+"""Runner that executes batches on the engine: it chooses a schedule, estimates the memory, and
+retries after out-of-memory errors."""
 
 import json
 import resource
@@ -69,7 +69,7 @@ RETRIES = 4  # retries of the same work
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """A plan's predictions, and the measurements."""
+    """A plan's predicted memory and time, and the measured values."""
 
     predicted_bytes: int  # of tensors, without the reserve; on a CPU both tiers together
     measured_bytes: int
@@ -91,7 +91,7 @@ class PlanComparison:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Outcome of a run."""
+    """Outcome of a run, for its caller and the command line."""
 
     folder: Path
     step: int  # updates done
@@ -112,12 +112,12 @@ class TrainingResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the shell: 0, 128 plus the signal's number, or 1 after a failed upload."""
+        """Exit code for the shell: 0, 128 plus a signal's number, or 1 after a failed upload."""
         return int(self.not_uploaded is not None) if self.signum is None else 128 + self.signum
 
     @property
     def message(self) -> str:
-        """One sentence for the user."""
+        """Outcome as one sentence for the user."""
         words = SPARSELY if self.hides else HIDING_NOTHING
         how = f" {words}" if self.sparse else ""
         if self.signum is not None:
@@ -137,7 +137,7 @@ class TrainingResult:
 
 
 class StepRunner:
-    """Owner of the engine, which it makes when work first needs it.
+    """Owner of the engine, which is made when it is first needed.
 
     Invariant: a returned result was computed by one schedule from beginning to end.
     """
@@ -170,14 +170,14 @@ class StepRunner:
         self._is_timed = False  # an unmetered step was recorded
 
     def make_ready(self) -> None:
-        """Choose a schedule and make its step. Raises UnsupportedError, Interrupted."""
+        """Choose a schedule and make the engine for it. Raises UnsupportedError, Interrupted."""
         self.attempt(_nothing)
 
     def attempt(
         self, work: Callable[Concatenate[Step, P], T], *given: P.args, **named: P.kwargs
     ) -> T:
-        """Return `work(step, ...)`, retried with lighter schedules after out-of-memory errors.
-        Raises NoScheduleFits."""
+        """Return `work(engine, ...)`; after out-of-memory errors, try again with schedules that
+        take less memory. Raises NoScheduleFits."""
         tried: list[str] = []
         while True:
             try:
@@ -193,8 +193,8 @@ class StepRunner:
 
     @contextmanager
     def metering(self) -> Iterator[None]:
-        """Measure the peak bytes of a schedule's first step, and the seconds of each instruction in
-        the second. Later steps run unmeasured."""
+        """Measure the step inside the block: the peak bytes of a schedule's first step, and the
+        seconds of each instruction of the second. Later steps run unmeasured."""
         if not self._seconds and self._ctx.device.type == "cpu":
             self._process_peak = max(self._process_peak, forget_peak())
         if self._peak is not None:
@@ -212,12 +212,12 @@ class StepRunner:
         self._observer.note(describe_measured(self._expected.new, meter.peak))
 
     def peak_process_bytes(self) -> int:
-        """Return the peak of all main memory of the process."""
+        """Return the peak of the main memory that the whole process used."""
         return max(self._process_peak, peak_resident_bytes())
 
     @contextmanager
     def _recording(self, meter: PeakMemory | None) -> Iterator[None]:
-        """Record a step's instructions, on ranks that write them."""
+        """Record the instructions of the step inside the block, on ranks that write a record."""
         step = self._step
         assert step is not None, "work is done with a step"
         traced = self._observer.trace is not None
@@ -233,12 +233,12 @@ class StepRunner:
             step.watch = None
 
     def updating(self) -> AbstractContextManager[None]:
-        """Return a context that times the optimizer's update."""
+        """Return a context that times the optimizer's update, if the step is recorded."""
         return nullcontext() if self._recorder is None else self._recorder.updating()
 
     def took(self, seconds: float) -> dict[str, int]:
-        """Note the seconds of a whole step, and return values for metrics.jsonl: the expected and
-        measured peak bytes of a metered step."""
+        """Note the seconds of a finished step, write its records, and return values for
+        metrics.jsonl: the predicted and measured peak bytes, after the first two steps only."""
         found, self._measured = self._measured, {}
         metered = bool(found)
         if not self._seconds and self._ctx.device.type == "cpu":
@@ -256,9 +256,9 @@ class StepRunner:
         return found
 
     def _look_at_process(self, predicted: int | None) -> dict[str, int]:
-        """Return the peak of the process in the first step, for which `predicted` bytes were
-        expected, and in the second, if any. The first step writes gradients and states in main
-        memory mostly after its peak."""
+        """Return the planned and the peak bytes of the process on a CPU after the first two steps,
+        for metrics.jsonl. `predicted` is None in the second step. The first step writes gradients
+        and states in main memory mostly after its peak."""
         self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
         if predicted is not None:
             self._planned = self._ctx.held_bytes() + predicted
@@ -267,7 +267,7 @@ class StepRunner:
         return {"memory_planned_bytes": self._planned, "memory_resident_bytes": self._resident}
 
     def _write_step(self, recorder: StepRecorder, seconds: float) -> None:
-        """Write step.json: the times and memory of the step's work."""
+        """Write step.json, with the times and memory of the recorded step."""
         ctx, choice, expected = self._ctx, self._choice, self._expected
         assert choice is not None, "a step was done"
         assert expected is not None, "it was sized"
@@ -293,8 +293,8 @@ class StepRunner:
         self._folder.write_json(STEP, known)
 
     def _write_trace(self, recorder: StepRecorder, seconds: float, path: Path) -> None:
-        """Write the step's trace. A schedule's second step replaces the first, which is metered. A
-        trace that cannot be written does not end the run."""
+        """Write the trace of the recorded step. A schedule's second step replaces the first, whose
+        times include metering. A trace that cannot be written does not end the run."""
         launch, step = self._ctx.world.launch, self._state.at.step
         rank = 0 if launch is None else launch.rank
         about = {
@@ -316,7 +316,7 @@ class StepRunner:
         self._observer.note(f"trace: step {step} is in {path}; ui.perfetto.dev draws it")
 
     def compare(self) -> PlanComparison | None:
-        """Return predictions and measurements, or None without a plan or a measured step."""
+        """Return the plan's predictions and the measurements, or None without either."""
         ctx, plan = self._ctx, self._choice.plan if self._choice else None
         if plan is None or self._peak is None:
             return None
@@ -332,7 +332,7 @@ class StepRunner:
         )
 
     def _ready(self) -> Step:
-        """Return the engine for the chosen schedule. Raises TooLarge if its memory does not fit."""
+        """Return the engine for the schedule. Raises TooLarge if its memory does not fit."""
         ctx, run = self._ctx, self._ctx.run
         if self._choice is None:
             self._choice = self._policy.first()
@@ -355,7 +355,7 @@ class StepRunner:
         return self._step
 
     def _write_about(self, choice: Choice, expected: Expected) -> None:
-        """Write about.json, and plan.json for a planned schedule."""
+        """Write about.json, and plan.json if the planner chose the schedule."""
         path = self._folder.path / ABOUT
         known = (read_json(path, schedule=dict) or {}) if self._state.at.step else {}
         if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
@@ -366,8 +366,8 @@ class StepRunner:
             self._folder.forget_shortage()
 
     def _described(self, choice: Choice) -> str:
-        """Return the schedule on one line. With a pipeline, groups are its stages, not the
-        configured size."""
+        """Return the schedule on one line. In a pipeline the stages are shown as groups of layers,
+        not the schedule's own groups."""
         sharded_model, schedule = self._ctx.sharded_model, choice.schedule
         if sharded_model is not None and sharded_model.ranks.layout.pipeline > 1:
             stages = group_ranges(
@@ -382,8 +382,8 @@ class StepRunner:
         return choice_json(choice, asked, self._ctx.world.layout)
 
     def _leave(self, shortage: Shortage) -> OneRankOutOfMemory:
-        """Write shortage.json and return the error of a rank that leaves a step alone. The step
-        cannot be retried: ranks of its process group still wait for this one."""
+        """Write shortage.json, and return the error for a rank that runs out of memory alone. It
+        cannot retry the step, since the other ranks still wait for it within the step."""
         ctx, choice = self._ctx, self._choice
         advice = "with a smaller schedule, if there is one"
         if choice is not None:
@@ -408,7 +408,7 @@ class StepRunner:
         )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
-        """Free the failed step and choose the next schedule. Raises NoScheduleFits."""
+        """Free the failed step, and choose the next schedule. Raises NoScheduleFits."""
         ctx = self._ctx
         if self._step is not None:
             self._step.release()
@@ -435,7 +435,7 @@ class StepRunner:
         self._choice = choice
 
     def _record(self, shortage: Shortage, choice: Choice) -> None:
-        """Write the shortage and the next schedule into the run folder."""
+        """Write the shortage and the next schedule to metrics.jsonl and about.json."""
         if self._ctx.memory.forget is not None:
             self._ctx.memory.forget()
         line = {"step": self._state.at.step + 1, **marks(self._ctx.run)}
@@ -445,7 +445,7 @@ class StepRunner:
 
 
 def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
-    """Return a shortage and the next schedule for metrics.jsonl."""
+    """Return an out-of-memory condition and the next schedule for metrics.jsonl."""
     return {
         "out_of_memory": shortage.tier.value,
         "message": shortage.message,
@@ -454,15 +454,14 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 
 def _values_of(loss: LossConfig) -> dict[str, Any]:
-    """Return the log-probabilities per token that the loss holds, as arguments of
-    `expect_memory`."""
+    """Return `values` for `expect_memory`: the log-probabilities that the loss holds per token."""
     if loss.kind is LossKind.SFT:
         return {}
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}
 
 
 def _nothing(step: Step) -> None:
-    """No work, so that `attempt` only makes the engine."""
+    """Do no work: `attempt(_nothing)` only makes the engine."""
 
 
 def _because(choice: Choice) -> str:
@@ -479,7 +478,7 @@ def _tier_words(tier: Tier, ctx: RunContext) -> str:
 
 
 def _listed(tried: list[str]) -> str:
-    """Return one line per try: on a single line the differences would be hard to find."""
+    """Return the failed tries, one per line, so that their differences are easy to see."""
     return "".join(f"\n  ({place}) {text}" for place, text in enumerate(tried, start=1))
 
 
@@ -488,7 +487,7 @@ def _listed(tried: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One batch on the device, and the number of its tokens with a target."""
+    """One batch on the device, with the number of tokens that have a target."""
 
     batch: PackedBatch
     indices: tuple[int, ...]
@@ -505,21 +504,21 @@ class Micro:
 
 
 class Batches:
-    """Batches of a run, in its order. With D replicas batch n is sequences [n * D * batch, (n + 1)
-    * D * batch): an update reads the same as one replica with a batch of D * batch."""
+    """Batches of a run, in order. With D replicas batch n is the sequences from n * D * batch to (n
+    + 1) * D * batch: an update reads the same as one replica with a batch of D * batch."""
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx
         self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
 
     def of_step(self, step: int) -> list[Micro]:
-        """Return this replica's batches of the update after `step` updates."""
+        """Return this replica's batches of step `step`, counted from 0."""
         count = self.ctx.run.accumulate
         return [self.of(step * count + place) for place in range(count)]
 
     def needed(self) -> int:
-        """Return the number of this replica's batches that the run reads at most: those of its
-        steps, or of an epoch."""
+        """Return how many batches this replica reads at most: all of its steps', or those of an
+        epoch if that has fewer."""
         run = self.ctx.run
         epoch = self.ctx.corpus.sequences_per_epoch()
         assert epoch is not None, "stored log-probabilities are of data that is no stream"
@@ -527,9 +526,9 @@ class Batches:
         return min(run.steps * run.accumulate, epoch)
 
     def held_out(self) -> list[Micro]:
-        """Return this replica's batches to evaluate on, spread over all held-out sequences, so that
-        one long document does not dominate. Replicas have equal numbers: padding batches have no
-        trained token."""
+        """Return this replica's batches for evaluation, spread over all held-out sequences so that
+        one long document does not dominate. Every replica gets the same number; batches that only
+        pad this number have no token with a target."""
         packing, replicas = self.ctx.corpus.held_out, self.replicas
         assert packing is not None, "there is something to evaluate on"
         there = packing.sequences_per_epoch()
@@ -545,19 +544,19 @@ class Batches:
         return found
 
     def trained(self, micros: list[Micro]) -> int:
-        """Return the trained tokens of these batches on all replicas."""
+        """Return the number of tokens with a target in these batches, over all replicas."""
         return self.over_replicas(sum(m.trained for m in micros))
 
     def read(self, micros: list[Micro]) -> int:
-        """Return the document tokens of these batches on all replicas."""
+        """Return the number of document tokens in these batches, over all replicas."""
         return self.over_replicas(sum(m.batch.tokens for m in micros))
 
     def over_replicas(self, own: int) -> int:
-        """Return the sum of a number over all replicas."""
+        """Return the sum of each replica's number over all replicas."""
         return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
 
     def of(self, number: int) -> Micro:
-        """Return batch `number` since the start of the run."""
+        """Return this replica's batch `number`, counted from the start of the run."""
         size = self.ctx.run.batch
         start = (number * self.replicas + self.replica) * size
         indices = tuple(range(start, start + size))
@@ -572,14 +571,14 @@ class Batches:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident bytes of the process, since `forget_peak` if that was called."""
+    """Return the peak main memory of the process since its start or `forget_peak`."""
     # The kernel counts kibibytes on Linux and bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_peak() -> int:
-    """Reset the peak of `peak_resident_bytes`, if the system can (Linux), and return it."""
+    """Reset the peak of `peak_resident_bytes` (on Linux only), and return it."""
     found = peak_resident_bytes()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

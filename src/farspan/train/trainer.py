@@ -83,7 +83,7 @@ from farspan.train.yaml_config import flatten, to_mapping
 
 
 class Diverged(RuntimeError):
-    """A loss or gradient is not finite, and `nonfinite: stop` is set."""
+    """A loss or gradient is not finite, and the run file sets `nonfinite: stop`."""
 
 
 class TrainingLoop:
@@ -136,8 +136,8 @@ class TrainingLoop:
         return self._state.at
 
     def fit(self) -> None:
-        """Take all remaining steps. Raises Interrupted between two cells, Diverged, NoScheduleFits,
-        WriteFailed."""
+        """Train until the last step. Raises Interrupted between two cells, Diverged,
+        NoScheduleFits, WriteFailed."""
         run, ctx, runner = self._run, self._ctx, self._runner
         if self.at.step < run.steps:
             if self.why_stop() is not None:
@@ -191,7 +191,7 @@ class TrainingLoop:
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call a method of each callback. Raises a callback's exception, after saving the step."""
+        """Call a method of each callback. Saves a checkpoint before raising its exception."""
         if not self._callbacks.any:
             return
         try:
@@ -201,8 +201,8 @@ class TrainingLoop:
             raise
 
     def _gradients(self, step: Step, batches: list[Micro]) -> tuple[dict[str, float], list[Seen]]:
-        """Add the gradient of the mean loss over all batches. Returns the loss with its metrics,
-        and the statistics of sparse attention."""
+        """Add the gradient of the mean loss over all batches to `.grad`. Returns the loss with its
+        metrics, and statistics of sparse attention per batch."""
         total, objective = self._total(batches), self._objective
         sums, seen = [], []
         with self._runner.metering():
@@ -224,7 +224,7 @@ class TrainingLoop:
             return {"loss": float(torch.stack([loss.detach() for loss in sums]).sum())}, seen
 
     def _total(self, batches: list[Micro]) -> int:
-        """Return the denominator of the mean loss over these batches on all replicas."""
+        """Return the number that divides the summed loss of these batches, over all replicas."""
         if self._objective is not None:
             return int(self._objective.total(batches))
         return max(1, self._batches.trained(batches))
@@ -232,7 +232,7 @@ class TrainingLoop:
     def _record(
         self, values: dict[str, Any], batches: list[Micro], seen: list[Seen], seconds: float
     ) -> None:
-        """Record the step that has just ended."""
+        """Write the step that has just ended to metrics.jsonl, and report it."""
         values |= {
             **self._runner.took(seconds),
             **(mass_json(seen) if seen else {}),
@@ -286,7 +286,7 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the latest checkpoint, if there is one, or the start of another run."""
+        """Restore the latest checkpoint, or with `start.states` one of the run named in `start`."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -325,7 +325,7 @@ class TrainingLoop:
             self._prune(saved=False)
 
     def _go_to(self, restored: Restored) -> None:
-        """Take the position and random numbers of a checkpoint whose tensors are already copied."""
+        """Continue at a checkpoint's step and random states; its tensors are already copied."""
         self._state.at = restored.at
         if self.at.step > self._run.steps:
             raise UnsupportedError(
@@ -367,11 +367,11 @@ class TrainingLoop:
             self._ctx.optimizer.abandon()
 
     def told(self, result: TrainingResult) -> TrainingResult:
-        """Tell callbacks the result, and return it."""
+        """Tell callbacks that the run has ended with this result, and return the result."""
         return self._callbacks.end(result)
 
     def compare(self) -> PlanComparison | None:
-        """Compare predictions with measurements, and save the result; None without a plan."""
+        """Save and return predictions and measurements; None without a plan."""
         found = self._runner.compare()
         if found is not None:
             self._observer.note(found.describe())
@@ -379,8 +379,8 @@ class TrainingLoop:
         return found
 
     def export(self) -> None:
-        """Export the model and its tokenizer as a folder for `from_pretrained`: the best checkpoint
-        if it is kept, else the last step."""
+        """Export the model and its tokenizer as a folder for `from_pretrained`: those of the
+        checkpoint with the lowest held-out loss if it is kept, else of the last step."""
         step = self.at.step if self.best is None else self.best
         path = self._folder.checkpoints / folder_name(step)
         folder, ctx = self._folder.model, self._ctx
@@ -409,8 +409,8 @@ class TrainingLoop:
             ) from error
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
-        """Handle a value that is not finite, of the next step or, without a norm, of held-out text,
-        and return its kind. Raises Diverged, after saving, unless the run skips it."""
+        """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
+        held-out data. Returns which, or saves and raises Diverged, unless the run skips it."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.
@@ -446,18 +446,18 @@ class TrainingLoop:
 
 
 def base_of(run: RunConfig) -> dict[str, Any]:
-    """Return the changes to the model's configuration that a folder of adapters must record: peft
-    would silently load the adapters over a model without them, such as another RoPE."""
+    """Return the changes to the base model's configuration that a folder of adapters must record.
+    peft would silently load the adapters over a model without the changes, such as another RoPE."""
     if run.model.lora is None or not run.model.overrides:
         return {}
     return {"overrides": json.loads(json.dumps(run.model.overrides))}
 
 
 def returning_freed(told: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
-    """Return a callback between cells that calls `told`, and every 16 cells returns free pages in
-    glibc's heap, where small live blocks, such as those of graphs, lie between freed ones. LoRA of
-    a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without it, and 2,349
-    with it, for 0.1 of 19 seconds of CPU."""
+    """Wrap the progress callback `told` so that every 16 cells glibc's heap returns free pages to
+    the system: pages between small live blocks, such as autograd's graphs, would otherwise stay.
+    LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without this,
+    and 2,349 with it, for 0.1 of 19 seconds of CPU."""
 
     def tell(progress: Progress) -> None:
         told(progress)
@@ -472,8 +472,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
-    """Return the step with the lowest loss, the first of equal ones. Step 0 does not count: its
-    model is untrained."""
+    """Return the step with the lowest held-out loss, the earliest of equal ones. Step 0 does not
+    count, because its model is untrained."""
     trained = [step for step in steps if step and math.isfinite(held_out[step])]
     return min(trained, key=lambda step: (held_out[step], step), default=None)
 
@@ -487,7 +487,7 @@ def train(
     notes: Sequence[str] = (),
     trace: Path | None = None,
 ) -> TrainingResult:
-    """Train until the last step or the first signal, from the latest checkpoint if there is one.
+    """Train until the last step or the first signal, from the latest checkpoint if one exists.
 
     `run` is a run file, or its value; `callbacks` are called between steps and may end the run;
     `reporter` prints progress, and `notes` first; `trace` is a file for the spans of a step. Raises
@@ -542,8 +542,8 @@ def train(
 def _reporter_of(
     run: RunConfig, world: DistributedContext, folder: RunFolder, given: Reporter | None
 ) -> Reporter:
-    """Return the run's reporter: on rank 0 `given`, or the terminal's, with the loggers of the run
-    file."""
+    """Return the run's reporter: on rank 0 `given` or a terminal reporter, which also passes
+    metrics to the run file's trackers; on other ranks one that prints nothing."""
     lanes: list[LoggerThread] = []
     world.run_on_rank0(
         lambda: lanes.extend(LoggerThread(*named) for named in make_loggers(run, folder).items())
@@ -555,7 +555,7 @@ def _reporter_of(
 
 
 def _what_changed(run: RunConfig, world: DistributedContext, folder: RunFolder) -> list[str]:
-    """Prepare the folder for this run, and return the changes since its last part."""
+    """Prepare the folder, and return a line for each setting changed since the last part."""
     changes = world.run_on_rank0(folder.prepare)
     if not world.is_rank0:
         folder.hold()
@@ -570,7 +570,7 @@ def _make_loop(
     observer: Observer,
     callbacks: Sequence[Callback],
 ) -> TrainingLoop:
-    """Make the loop, at the latest checkpoint."""
+    """Make the training loop, and resume it from the latest checkpoint."""
     about = world.run_on_rank0(lambda: read_json(folder.path / ABOUT, schedule=dict) or {})
     ctx, before = make_context(run, components, world, observer, about), about.get(STATES_KEY)
     observer.note(introduce(ctx))

@@ -1,4 +1,4 @@
-"""Conversion of YAML to frozen dataclasses and back, which refuses unknown keys and wrong types.
+"""Conversion between YAML and frozen dataclasses, which refuses unknown keys and wrong types.
 
 A field may be a bool, int, float, str, an Enum, a dataclass, a mapping (`dict`), a tuple, or a
 union of these.
@@ -55,8 +55,8 @@ MOST_VALUES, _LONG_TEXT = 20_000, 64
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of plain YAML. It refuses duplicate keys, a mapping within itself, and more values
-    than any run has: a few nested aliases stand for billions."""
+    """Loader of plain YAML. It refuses duplicate keys, a mapping that contains itself, and more
+    values than any run has: a few nested aliases can stand for billions."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -105,8 +105,8 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes text which _Loader or the library would read as another type, and writes
-    lists of numbers on one line."""
+    """Dumper that quotes text which _Loader or PyYAML would read as another type, and writes lists
+    of numbers on one line."""
 
     def list_in_short(self, data: list[Any]) -> yaml.Node:
         flow = all(isinstance(value, int | float) for value in data)
@@ -158,7 +158,7 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
 
 
 def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
-    """Return the values of a file of `kind` as plain values, changed by settings.
+    """Return the plain values of a file of the dataclass `kind`, changed by KEY=VALUE settings.
 
     A setting is KEY=VALUE: a dotted path, with numbers for list items, and a YAML value. Raises
     UnsupportedError naming it.
@@ -204,8 +204,8 @@ def _index(place: Any, key: str, path: str) -> str | int:
 
 
 def _refuse_unknown_section(path: str, kind: Any) -> None:
-    """Raise UnsupportedError if a path does not begin with a key of the file. The message names
-    sections with its last key."""
+    """Raise UnsupportedError if the first part of a path is no key of the file. If the path's last
+    part is a key of some sections, the message names those sections."""
     hints = typing.get_type_hints(kind)
     first, last = path.partition(".")[0], path.rpartition(".")[2]
     if first in hints:
@@ -223,7 +223,7 @@ def _refuse_unknown_section(path: str, kind: Any) -> None:
 
 
 def write_mapping(values: Mapping[str, Any]) -> str:
-    """Return YAML that `read_mapping` reads as the same values."""
+    """Return values as YAML, from which `read_mapping` reads the same values."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -246,13 +246,13 @@ def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """Return `value`, read from YAML, as the type `hint`. Raises UnsupportedError naming `path`."""
+    """Return a value of a YAML file as the type `hint`. Raises UnsupportedError naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
         return build(hint, value, path)
     for option in _options(hint):
-        matched, result = _match(option, value, path)
+        matched, result = _converted(option, value, path)
         if matched:
             return result
     raise UnsupportedError(
@@ -272,7 +272,7 @@ def describe_type(hint: Any) -> str:
 
 
 def to_mapping(value: Any) -> Any:
-    """Return a value for YAML and JSON: dataclasses become mappings, enums their values."""
+    """Return plain values for YAML or JSON: dataclasses become mappings, and enums their values."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_mapping(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -285,14 +285,14 @@ def to_mapping(value: Any) -> Any:
 
 
 def as_yaml(schedule: Schedule, layers: int, tokens: int) -> str:
-    """Return a schedule as a line of a run file, by `schedule_mapping`."""
+    """Return a schedule as one line of a run file, in the form of `schedule_mapping`."""
     mapping = {"schedule": schedule_mapping(schedule, layers, tokens)}
     text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
     return text.strip().removeprefix("{").removesuffix("}")
 
 
 def schedule_mapping(schedule: Schedule, layers: int, tokens: int) -> str | dict[str, Any]:
-    """Return a schedule as a person writes it for a number of layers and tokens.
+    """Return the shortest form of a schedule for a run file with this number of layers and tokens.
 
     It is a strategy's name if they are equal, else the fields that differ from `grouped`, the
     default of run files. Groups are written as their size if that is enough. Sparse attention is
@@ -313,7 +313,7 @@ def _differing(schedule: Schedule, base: Schedule) -> dict[str, Any]:
 
 
 def in_k(tokens: Any) -> Any:
-    """Return a number of tokens as in a run file: 1M, 128K; unchanged if it is no multiple of K."""
+    """Return a number of tokens as run files write it, such as 128K; others unchanged."""
     for name, unit in (("M", 2**20), ("K", 2**10)):
         if isinstance(tokens, int) and tokens and tokens % unit == 0:
             return f"{tokens // unit}{name}"
@@ -321,8 +321,8 @@ def in_k(tokens: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Return the fields of a dataclass, nested ones too, that differ from their defaults, as plain
-    values."""
+    """Return the fields of a dataclass, and of dataclasses in it, that differ from their defaults,
+    as plain values."""
     if not is_dataclass(value) or isinstance(value, type):
         return to_mapping(value)
     differing = {}
@@ -335,7 +335,7 @@ def changed(value: Any) -> Any:
 
 
 def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return leaves by their dotted path; an empty mapping is a leaf."""
+    """Return the values of nested mappings by dotted path; an empty mapping counts as a value."""
     leaves: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
@@ -355,8 +355,8 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
-    """Return whether `value` has the type `option`, and the value to use."""
+def _converted(option: Any, value: Any, path: str) -> tuple[bool, Any]:
+    """Return whether `value` can be of the type `option`, and the value converted to that type."""
     origin = typing.get_origin(option) or option
     if is_dataclass(option) and isinstance(option, type):
         is_mapping = isinstance(value, Mapping)
@@ -411,15 +411,15 @@ def _describe_option(option: Any) -> str:
             return f"a list, each {describe_type(arguments[0])}"
         return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
     if isinstance(option, type) and issubclass(option, Enum):
-        return "one of " + ", ".join(_offered(option))
+        return "one of " + ", ".join(_run_file_values(option))
     if is_dataclass(option):
         names = [field.name for field in fields(option)]
         return f"keys and values ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
     return "keys and values"
 
 
-def _offered(option: type[Enum]) -> list[str]:
-    """Return the values that a run file may use."""
+def _run_file_values(option: type[Enum]) -> list[str]:
+    """Return the values of an enum that a run file may use."""
     return [str(one.value) for one in option if not (isinstance(one, LossKind) and one.of_loops)]
 
 
@@ -428,7 +428,7 @@ def _near(hint: Any, value: Any) -> str:
         name
         for option in _options(hint)
         if isinstance(option, type) and issubclass(option, Enum)
-        for name in _offered(option)
+        for name in _run_file_values(option)
     ]
     return did_you_mean(str(value), names)
 
@@ -468,22 +468,22 @@ TOKENS = {
 
 
 def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a run file in the form of `farspan.train.config`. Raises
-    UnsupportedError naming the field."""
-    values = _renamed(given, "")
+    """Return a run file's values with current names, and with numbers for shorthands such as 128K,
+    as `farspan.train.config` reads them. Raises UnsupportedError naming the field."""
+    values = _with_current_names(given, "")
     if isinstance(values.get("schedule"), str):  # a strategy, like --strategy
         values["schedule"] = {"strategy": values["schedule"]}
     elif isinstance(values.get("schedule"), Mapping):
-        values["schedule"] = _renamed(values["schedule"], "schedule")
+        values["schedule"] = _with_current_names(values["schedule"], "schedule")
     if isinstance(values.get("sparse"), bool):  # YAML reads on and off as booleans
         values["sparse"] = {} if values["sparse"] else None
     if values.get("report_to") == "none":  # transformers' value for no tracker
         values["report_to"] = None
     for section, names in TOKENS.items():
         if not section:
-            values |= _tokens(values, names, "")
+            values |= _read_token_counts(values, names, "")
         elif isinstance(values.get(section), Mapping):
-            values[section] = _tokens(values[section], names, f"{section}.")
+            values[section] = _read_token_counts(values[section], names, f"{section}.")
     if isinstance(values.get("sparse"), Mapping) and SINK_PAGES in values["sparse"]:
         values["sparse"] = _sinks_in_tokens(values["sparse"])
     model = values.get("model")
@@ -492,8 +492,8 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the values by their current names, with a warning for each older name."""
+def _with_current_names(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return the values by the current names of their keys, with a warning for older names."""
     values = dict(given)
     for old, new in RENAMED[section].items():
         if old not in values:
@@ -512,7 +512,7 @@ SINK_PAGES = "sink_pages"
 
 
 def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention of an older file, which counted sinks in pages, with current keys."""
+    """Convert the sparse attention of an older file, whose sinks were pages, to current keys."""
     page, sinks = values.get("page", Sparse().page), values[SINK_PAGES]
     if not isinstance(page, int) or not isinstance(sinks, int):
         raise UnsupportedError(
@@ -529,8 +529,10 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != SINK_PAGES} | new
 
 
-def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Return the values with text for numbers of tokens converted. Types check all other values."""
+def _read_token_counts(
+    values: Mapping[str, Any], names: tuple[str, ...], where: str
+) -> dict[str, Any]:
+    """Convert texts such as 128K under these names to numbers; types check other values."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
     texts |= {n: str(values[n]) for n in names if _is_too_many(values.get(n))}

@@ -1,4 +1,4 @@
-"""Memory that does not fragment: traces, static plans, and a native allocator for PyTorch.
+"""GPU memory without fragmentation: traces, static plans, and a native allocator for PyTorch.
 
 Names that need torch are imported on first use; `__init__.pyi` tells type checkers their types.
 """

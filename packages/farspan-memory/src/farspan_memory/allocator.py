@@ -1,4 +1,4 @@
-"""The native allocator as PyTorch's CUDA allocator, in any PyTorch program.
+"""The native allocator installed as PyTorch's CUDA allocator, for any PyTorch program.
 
 farspan_memory.install("stitch")      before CUDA starts
 ...
@@ -46,7 +46,7 @@ FIRST_REPLAYED = 2
 
 @dataclass(slots=True)
 class Session:
-    """The native allocators of a process, and the number of iterations of each device.
+    """The native allocators of a process, one per device, and their iterations.
 
     Invariant: `begun` counts the iterations of a device since `forget`; `plans` has the plan that
     each follows.
@@ -58,7 +58,7 @@ class Session:
     plans: dict[int, ReplayPlan] = field(default_factory=dict)
 
     def begin_iteration(self, device: int) -> None:
-        """Begin a step: a plan starts over, and a recording gets a mark."""
+        """Begin a step on a device: its plan starts over, and its recording gets a mark."""
         number = self.begun[device] = self.begun.get(device, 0) + 1
         if self.memory.mode == "replay":
             self._prepare_replay(device, number)
@@ -76,8 +76,9 @@ class Session:
             self._follow(device, plan_iteration(iteration(self.memory.recorded(device))))
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
-        """Follow a plan from the next iteration on. If the arena does not fit, a stream cannot be
-        waited for, or tensors of the previous plan are alive, stitching goes on with a warning."""
+        """Make a device follow a plan from its next iteration on. If the arena does not fit,
+        another stream would have to wait, or the previous plan's tensors live, warn and keep
+        stitching."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it
             self.memory.follow(device, plan)
@@ -87,7 +88,7 @@ class Session:
         self.plans[device] = plan
 
     def forget(self, device: int) -> None:
-        """Prepare for steps of another kind: a replay begins anew."""
+        """Drop a device's plan and count its iterations anew, as the next steps differ."""
         if self.memory.mode == "replay":
             allocator = self.memory.of(device)
             allocator.record(False)
@@ -98,14 +99,14 @@ class Session:
         self.plans.pop(device, None)
 
     def recorded(self, device: int, number: int | None = None) -> Trace:
-        """Return the whole recording, or one whole iteration (-1: the last)."""
+        """Return a device's whole recording, or only iteration `number` (-1: the last)."""
         trace = self.memory.recorded(device, f"device {device}")
         return trace if number is None else iteration(trace, number)
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The settings in effect."""
+    """Settings of the installed allocator."""
 
     mode: str
     options: AllocatorOptions
@@ -115,7 +116,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Current:
-    """The allocator of this process, and PyTorch with it."""
+    """The installed allocator of this process, and the changes made to PyTorch."""
 
     installed: Installed
     session: Session
@@ -151,7 +152,7 @@ def install(
     """
     _refuse_unwanted(mode, plan, trace)
     base = options or AllocatorOptions()
-    chunk, capacity = _once("chunk", chunk, base), _once("capacity", capacity, base)
+    chunk, capacity = _setting("chunk", chunk, base), _setting("capacity", capacity, base)
     wanted = replace(base, backend=Backend.CUDA, chunk=chunk, capacity=capacity)
     given = load_plan(Path(plan), Path(trace or "")) if isinstance(plan, Path | str) else plan
     refuse_unready()
@@ -177,19 +178,19 @@ def uninstall() -> None:
 
 
 def installed() -> Installed | None:
-    """Return the settings in effect in this process; None while the allocator is PyTorch's own."""
+    """Return the settings of the installed allocator, or None while PyTorch uses its own."""
     return _CURRENT[0].installed if _CURRENT else None
 
 
 def begin_iteration(device: int | None = None) -> None:
-    """Begin a step on the device (the current one): a plan starts over, a recording gets a mark.
-    Raises UnsupportedError without an installed allocator."""
+    """Begin a step on a device, by default the current one: its plan starts over, and its recording
+    gets a mark. Raises UnsupportedError without an installed allocator."""
     _current().session.begin_iteration(_index(device))
 
 
 def forget(device: int | None = None) -> None:
-    """Prepare for steps of another kind: the plan is dropped, its arena is given back and a new
-    plan is learned. Raises UnsupportedError without an installed allocator."""
+    """Prepare a device for steps unlike the earlier ones: its plan is dropped, the plan's arena is
+    freed and a new plan is learned. Raises UnsupportedError without an installed allocator."""
     _current().session.forget(_index(device))
 
 
@@ -199,13 +200,13 @@ def statistics(device: int | None = None) -> Statistics:
 
 
 def recorded(device: int | None = None, iteration: int | None = None) -> Trace:
-    """Return the device's recording: all of it, or one whole iteration (-1: the last). Raises
+    """Return a device's recording, or only iteration `number` (-1: the last), as a trace. Raises
     UnsupportedError without an installed allocator, or if that iteration was not recorded."""
     return _current().session.recorded(_index(device), iteration)
 
 
 def followed(device: int | None = None) -> ReplayPlan | None:
-    """Return the plan that the device follows; None before its second iteration."""
+    """Return the plan that a device follows, or None before its second iteration."""
     return _current().session.plans.get(_index(device))
 
 
@@ -231,8 +232,8 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     return recorded()
 
 
-def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
-    """Return a keyword's value, or that in the options. Raises UnsupportedError for both."""
+def _setting(name: str, given: int | None, options: AllocatorOptions) -> int:
+    """Return a setting given as a keyword or in the options. Raises UnsupportedError for both."""
     value: int = getattr(options, name)
     if given is None:
         return value

@@ -47,7 +47,7 @@ STDOUT, STDERR = 1, 2
 
 
 def typer_app(**options: Any) -> typer.Typer:
-    """Return an application that shows plain tracebacks."""
+    """Return a typer application that shows plain tracebacks."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
 
 
@@ -66,7 +66,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlacementOptions:
-    """A trace to place."""
+    """A trace whose tensors need addresses, and the limits of the search."""
 
     trace: Trace
     requests: tuple[PlacementRequest, ...]  # sizes rounded up
@@ -143,7 +143,7 @@ def exact(question: PlacementOptions) -> tuple[Solution, str]:
 
 
 def bilevel(question: PlacementOptions) -> tuple[Solution, str]:
-    """Place by layers. Raises UnsupportedError for a trace without marks of layers."""
+    """Place in two levels, layers first. Raises UnsupportedError if no mark names a layer."""
     layers = segments(question.trace)
     if not layers:
         raise UnsupportedError(
@@ -161,8 +161,8 @@ def mip(question: PlacementOptions) -> tuple[Solution, str]:
 
 @contextmanager
 def _c_output_aside() -> Iterator[None]:
-    """Send C's stdout to stderr: HiGHS prints a line of its own for sizes far apart, and stdout may
-    be the JSON."""
+    """Send what C libraries print to stderr, since stdout may carry JSON: HiGHS prints a line of
+    its own if sizes differ by orders of magnitude."""
     kept = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     try:
@@ -174,7 +174,7 @@ def _c_output_aside() -> Iterator[None]:
 
 
 def auto(question: PlacementOptions) -> tuple[Solution, str]:
-    """Place exactly; if that proves nothing, try to lower the result by layers."""
+    """Place by exact search; if that proves no optimum, try two levels for a lower placement."""
     layers = segments(question.trace)
     seconds = question.seconds * (EXACT_SHARE if layers else 1.0)
     found = place_exactly(question.requests, seconds, question.capacity)
@@ -198,7 +198,7 @@ METHODS: dict[Method, Callable[[PlacementOptions], tuple[Solution, str]]] = {
 def placement_json(
     question: PlacementOptions, found: Solution, method: str, alignment: int
 ) -> dict[str, Any]:
-    """Return a plan as JSON: bytes, and an address for each malloc, in order."""
+    """Return a plan as JSON: the arena's bytes, and an address per malloc, in order."""
     placement, capacity = found.placement, question.capacity
     return {
         "trace": question.trace.name,
@@ -287,7 +287,7 @@ def compare_command(
 
 
 def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
-    """Return every comparison as JSON, and the sources of unit costs."""
+    """Return all comparisons as JSON, with the sources of the driver calls' costs."""
     return {
         "comparisons": [found.to_json() | {"remark": remark(found)} for found in comparisons],
         "costs": {call: cost.source for call, cost in PUBLISHED.items()},
@@ -315,8 +315,8 @@ def record_command(
 
 
 def write_and_tell(trace: Trace, output: Path, began: float, as_json: bool) -> None:
-    """Write a trace and print its summary; `began` is the start of the recording by
-    time.monotonic()."""
+    """Write a trace and print its summary; `began` is the time.monotonic() at which the recording
+    began."""
     write_trace(trace, output)
     mallocs = [event for event in trace.events if isinstance(event, Malloc)]
     found = {
@@ -350,7 +350,7 @@ app.command("compare")(compare_command)
 
 
 def main() -> None:
-    """Entry point: a refusal prints one clear line, never a traceback."""
+    """Run the command line. A user's error is printed as one clear line, never as a traceback."""
     try:
         app()
     except UnsupportedError as error:

@@ -1,4 +1,4 @@
-"""Placement by search: to a proved optimum, or over two levels.
+"""Placement by search, to a proved optimum or in two levels: layers, then the whole.
 
 `place_exactly`: the least height, and whether it is proved.
 
@@ -49,7 +49,7 @@ SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement, and the known bound on its height."""
+    """A placement, and the lower bound that is proved for any placement's height."""
 
     placement: Placement
     proved_bound: int  # no placement is lower than this
@@ -58,28 +58,28 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """True if a proof exists that no placement is lower."""
+        """True if it is proved that no placement is lower."""
         return self.placement.height == self.proved_bound
 
 
 def place_flat(requests: Sequence[PlacementRequest], seconds: float = math.inf) -> Solution:
-    """Place all requests at once, greedily."""
+    """Place all requests in one level by greedy rules."""
     begin = perf_counter()
     found = place_greedily(requests, seconds)
     return Solution(found, least_height(requests, found), perf_counter() - begin)
 
 
 def least_height(requests: Sequence[PlacementRequest], found: Placement) -> int:
-    """Return a lower bound on any placement's height: the most bytes alive, and any request by
-    itself, since one with an empty lifetime has an address too."""
+    """Return a lower bound on the height of any placement: the most bytes alive, or the largest
+    request, since even one with an empty lifetime has an address."""
     return max([found.lower_bound, *(r.size for r in requests)])
 
 
 def place_exactly(
     requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
 ) -> Solution:
-    """Return the lowest placement found in `seconds`. With a capacity, return the first that fits
-    into it: that question comes first and gets all the time.
+    """Return the lowest placement that a search of `seconds` finds. With a capacity, spend all the
+    time on the question whether a placement fits into it, and return the first that does.
 
     Raises NativeError without the native library.
     """
@@ -96,7 +96,7 @@ def place_exactly(
 
 
 class _Search:
-    """The heights tried so far.
+    """Search for low placements, one height at a time.
 
     Invariant: `best` is the lowest placement found, no placement is lower than `bound`, and heights
     below `given_up` were tried and are not tried again.
@@ -113,7 +113,7 @@ class _Search:
         self.step = math.gcd(*(r.size for r in requests)) or 1
 
     def ask(self, height: int, share: float) -> None:
-        """Search at this height for a share of the time that is left."""
+        """Search for a placement of this height, for at most a share of the remaining time."""
         left = self.end - perf_counter()
         if self.best.height <= height or left <= 0:
             return
@@ -128,7 +128,7 @@ class _Search:
             self.bound += -self.bound % self.step
 
     def halve(self) -> None:
-        """Try heights halfway between the bounds, until none is left or time is up."""
+        """Try heights halfway between the bound and the best until they meet or time is up."""
         while self.given_up < self.best.height and perf_counter() < self.end:
             steps = (self.best.height - self.given_up) // self.step
             self.ask(self.given_up + (steps - 1) // 2 * self.step, SHARE)
@@ -144,7 +144,7 @@ Signature = tuple[tuple[int, int, int], ...]  # of the local requests: size, bir
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One pass of a layer, and the requests that live wholly within it, by position."""
+    """One pass through a layer, with the indices of the requests that live only within it."""
 
     name: str
     start: int
@@ -154,7 +154,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bilevel:
-    """The result of a placement over two levels."""
+    """Result of a placement in two levels: within layers, then of all layers and other requests."""
 
     solution: Solution
     segments: int
@@ -163,8 +163,8 @@ class Bilevel:
 
 
 def segments(trace: Trace) -> tuple[Segment, ...]:
-    """Return the stretches between marks that are named after a layer's forward or backward
-    pass."""
+    """Return the segments of a trace: from each mark named after a layer's pass to the next
+    mark."""
     marks = [(at, e.name) for at, e in enumerate(trace.events) if isinstance(e, Mark)]
     stops = [*(at for at, _ in marks), len(trace.events)][1:]
     requests = trace.requests()
@@ -182,7 +182,7 @@ def segments(trace: Trace) -> tuple[Segment, ...]:
 
 
 def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Signature:
-    """Return sizes and the order of births and deaths: equal for segments that one plan serves."""
+    """Return sizes and the order of births and deaths: if equal, segments share one plan."""
     times = sorted({t for i in local for t in (requests[i].born, requests[i].dies)})
     rank = {time: index for index, time in enumerate(times)}
     return tuple((requests[i].size, rank[requests[i].born], rank[requests[i].dies]) for i in local)
@@ -194,8 +194,8 @@ def place_bilevel(
     seconds: float = 60.0,
     solve: Solve = place_exactly,
 ) -> Bilevel:
-    """Place the requests over two levels. `solve` places each level, with half of the time for all
-    distinct segments and half for the second level."""
+    """Place the requests in two levels. `solve` first places the requests within each distinct
+    segment, for half of the time in all, then the segments among the other requests."""
     begin = perf_counter()
     named = [(s, signature(requests, s.local)) for s in found if s.local]
     distinct = dict.fromkeys(sign for _, sign in named)
@@ -207,7 +207,7 @@ def place_bilevel(
     inside = {i for segment, _ in named for i in segment.local}
     crossing = [i for i in range(len(requests)) if i not in inside]
     upper = [requests[i] for i in crossing]
-    upper += [_pseudo(requests, segment, plans[sign]) for segment, sign in named]
+    upper += [_segment_request(requests, segment, plans[sign]) for segment, sign in named]
     left = max(0.1, seconds - (perf_counter() - begin))
     second = solve(upper, left)
     addresses = [0] * len(requests)
@@ -225,10 +225,10 @@ def place_bilevel(
     )
 
 
-def _pseudo(
+def _segment_request(
     requests: Sequence[PlacementRequest], segment: Segment, plan: Placement
 ) -> PlacementRequest:
-    """Return the segment as one request, alive while any of its tensors is."""
+    """Return a placed segment as one request, which is alive while any of its tensors is."""
     lives = [requests[i] for i in segment.local]
     return PlacementRequest(plan.height, min(r.born for r in lives), max(r.dies for r in lives))
 
@@ -236,8 +236,8 @@ def _pseudo(
 def _solution(
     requests: Sequence[PlacementRequest], addresses: list[int], seconds: float
 ) -> Solution:
-    """Return the solution, optimal only if it reaches the bound of all requests: optima of the
-    levels prove nothing about the whole."""
+    """Return the placement as a solution. It counts as optimal only if it reaches the bound of all
+    requests, since optimal levels prove nothing about the whole."""
     alive = live_peak(requests)
     placement = placed_at(requests, addresses, alive)
     return Solution(placement, least_height(requests, placement), seconds)

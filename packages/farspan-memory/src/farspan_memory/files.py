@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and folders for this user alone."""
+"""Files that are written whole or not at all, and folders that only this user may write to."""
 
 import hashlib
 import os
@@ -17,8 +17,8 @@ class NotPrivate(OSError):
 
 
 def write_output(path: Path, content: str | bytes, option: str) -> None:
-    """Write a file that the user named by `option`; an earlier one stays until the new one is
-    whole. Raises UnsupportedError, naming the option."""
+    """Write the file that the user named by `option`. An existing file stays until the new one is
+    complete. Raises UnsupportedError, naming the option."""
     # Bytes of file names that are not Unicode become question marks.
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     partial = path.with_name(PARTIAL + path.name)
@@ -43,7 +43,7 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a finished file its name once it is on the disk, replacing any earlier one."""
+    """Flush a finished file to the disk and rename it to `path`, replacing any existing file."""
     _sync(partial)
     os.replace(partial, path)
     _sync(path.parent)

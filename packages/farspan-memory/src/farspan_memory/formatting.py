@@ -1,4 +1,4 @@
-"""Text forms of bytes and seconds, and tables in one style.
+"""Bytes and seconds as text, and tables in one style.
 
 K, M, G and T are powers of 1024 in KiB to TiB and alone; KB to TB are powers of 1000.
 """
@@ -25,8 +25,8 @@ _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*b
 
 
 def read_bytes(given: str, name: str) -> int:
-    """Return bytes from text such as 80GB, 128GiB, 128G. Raises UnsupportedError naming the
-    option."""
+    """Return the number of bytes in a text such as 80GB, 128GiB or 128G. Raises UnsupportedError
+    naming the option."""
     match = _WRITTEN.fullmatch(given.strip().lower())
     if match is not None and match[2] in UNITS:
         amount = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2]]
@@ -38,7 +38,7 @@ def read_bytes(given: str, name: str) -> int:
 
 
 def write_bytes(size: float) -> str:
-    """Return about three figures, in the largest binary unit that does not exceed the size."""
+    """Return bytes as text with three digits or so, in the largest unit that is not larger."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1024:
@@ -59,8 +59,8 @@ def write_seconds(seconds: float) -> str:
 
 
 def lines_table(title: str, *columns: str) -> Table:
-    """Return a table without rules; the first column to the left, the others to the right, no cell
-    is cut."""
+    """Return a table without rules; the first column is left-aligned, the others right-aligned, and
+    no cell is shortened."""
     heading = Text(title, "bold", no_wrap=True, overflow="ignore")  # however narrow the columns
     table = Table(title=heading, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for place, name in enumerate(columns):
@@ -69,7 +69,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def show(view: RenderableType) -> None:
-    """Print for a terminal; for other outputs, print lines that are neither padded nor wrapped."""
+    """Print a view for a terminal; for other outputs, print lines without padding and breaks."""
     console = Console()
     if console.is_terminal:
         console.print(view)

@@ -21,23 +21,23 @@ UNPLANNED = 2**64 - 1
 
 
 class NativeError(UnsupportedError):
-    """The native allocator is absent, refused an argument, or its backend failed."""
+    """The native allocator is missing, it refused an argument, or its backend failed."""
 
 
 class NativeOutOfMemory(NativeError):
-    """No chunk is left within the capacity, after every retry: state S5 of GMLake."""
+    """No chunk is left within the capacity, even after every retry: state S5 of GMLake."""
 
 
 class UnknownPointer(NativeError):
-    """A pointer that is not live: from another allocator, or freed before."""
+    """A pointer that is not allocated: another allocator's, or one already freed."""
 
 
 class Broken(NativeError):
-    """An invariant of the allocator does not hold."""
+    """The allocator's own check found an invariant that does not hold."""
 
 
 class Backend(IntEnum):
-    """The source of physical chunks."""
+    """Source of the physical chunks of memory."""
 
     NULL = 0  # none: bookkeeping only, addresses that must not be touched
     POSIX = 1  # one memfd, mapped at several addresses
@@ -45,7 +45,7 @@ class Backend(IntEnum):
 
 
 class Policy(IntFlag):
-    """Switches of the stitching allocator; see the header."""
+    """Switches of the stitching allocator; the C header describes them."""
 
     PAPER = 0
     LAZY = 1
@@ -58,7 +58,7 @@ class Policy(IntFlag):
 
 
 class BackendCall(IntEnum):
-    """Calls of a backend that a test can make fail."""
+    """Backend calls that a test can make fail."""
 
     RESERVE = 0
     CREATE = 1
@@ -68,7 +68,7 @@ class BackendCall(IntEnum):
 
 
 class EventKind(IntEnum):
-    """The kinds of an Event."""
+    """Kinds of events in a recording."""
 
     MALLOC = 1
     FREE = 2
@@ -77,7 +77,7 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllocatorOptions:
-    """The settings of an allocator. Sizes in bytes; 0 is the default named in the header."""
+    """Settings of an allocator, sizes in bytes; 0 is the default that the C header names."""
 
     backend: Backend = Backend.NULL
     device: int = 0
@@ -96,7 +96,7 @@ class AllocatorOptions:
     library: str | None = None
 
     def struct(self) -> "COptions":
-        """Return the options as the library's struct."""
+        """Return the options as the C struct of the library."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "library"}
         for name, value in values.items():
             whole(name, value, bits=31 if name in ("backend", "device") else 64)
@@ -105,8 +105,8 @@ class AllocatorOptions:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Counters of an allocator: bytes are current values, peaks since reset_peaks(), all others are
-    counts since the beginning."""
+    """Counters of an allocator. Bytes are current values, peaks count since reset_peaks(), and all
+    others since the allocator was made."""
 
     requested: int
     allocated: int
@@ -160,7 +160,7 @@ class Statistics:
 
 
 class NativeEvent(NamedTuple):
-    """A malloc, the free of the same id, or a mark (its number is the size)."""
+    """A recorded malloc, the free of the malloc with the same id, or a mark numbered `size`."""
 
     kind: EventKind
     id: int
@@ -169,7 +169,7 @@ class NativeEvent(NamedTuple):
 
 
 class PlanRow(NamedTuple):
-    """One malloc of a plan: the request, and its place in the arena or UNPLANNED."""
+    """One malloc of a plan: its size and stream, and its address in the arena or UNPLANNED."""
 
     size: int
     stream: int
@@ -222,8 +222,7 @@ ERRORS: dict[int, type[NativeError]] = {
 
 
 def _signatures() -> dict[str, tuple[object, ...]]:
-    """Return the argument types by function name; others take none. All functions listed return a
-    status."""
+    """Return the argument types of the library's functions that return a status, by name."""
     a, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     out, rows = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(CRow)
     return {
@@ -246,8 +245,8 @@ def _signatures() -> dict[str, tuple[object, ...]]:
 
 @cache
 def library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Load the library and declare its functions. Raises NativeError if it is absent or of another
-    version of the package."""
+    """Load the library and declare its functions. Raises NativeError if it is missing or belongs to
+    another version of the package."""
     build = "install g++ and CMake 3.20 or newer, then reinstall farspan-memory"
     if not path.exists():
         raise NativeError(f"the native allocator is not built: {path} is missing; {build}")
@@ -278,18 +277,18 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
 
 
 def verify(found: ctypes.CDLL, status: int) -> None:
-    """Raise the error of a call that failed."""
+    """Raise the error that a call's status stands for, if any."""
     if status:
         raise ERRORS.get(status, NativeError)(found.farspan_error().decode())
 
 
 def rows(plan: Sequence[PlanRow]) -> ctypes.Array[CRow]:
-    """Return a plan as an array for the library."""
+    """Return a plan's rows as a C array."""
     return (CRow * len(plan))(*(CRow(*row) for row in plan))
 
 
 def whole(name: str, value: int, bits: int = 64) -> int:
-    """Return the value if it fits into the library's bits; ctypes would take its low bits."""
+    """Return a value that fits into `bits` bits: ctypes would cut others. Raises NativeError."""
     if not 0 <= value < 2**bits:
         raise NativeError(f"{name}: expected 0 to 2**{bits} - 1, got {value}")
     return value
@@ -303,13 +302,13 @@ EVENTS = 1 << 18
 
 
 class Allocator:
-    """One device's allocator. Calls may come from any thread.
+    """Native allocator of one device. Any thread may call it.
 
     Invariant: `_handle` is a live farspan_allocator until close(), and None after it.
     """
 
     def __init__(self, options: AllocatorOptions, path: Path = LIBRARY) -> None:
-        """Create an allocator. Raises NativeError if the library or the backend is absent."""
+        """Create an allocator. Raises NativeError if the library or the backend is missing."""
         self._library = library(path)
         made = ctypes.c_void_p()
         self.options = options
@@ -320,7 +319,7 @@ class Allocator:
 
     @classmethod
     def borrowed(cls, handle: int, options: AllocatorOptions, path: Path = LIBRARY) -> Self:
-        """Return a view of an allocator that its creator destroys, such as
+        """Return an Allocator for a handle that its creator will destroy, such as
         farspan_torch_allocator's."""
         self = cls.__new__(cls)
         self._library, self._handle, self.options = library(path), handle, options
@@ -336,7 +335,7 @@ class Allocator:
         return made.value or 0
 
     def free(self, pointer: int) -> None:
-        """Free memory. Raises UnknownPointer for a pointer that is not live here."""
+        """Free memory. Raises UnknownPointer for a pointer that is not allocated here."""
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
@@ -344,12 +343,12 @@ class Allocator:
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:
-        """Give idle chunks back to the backend until `keep` bytes are reserved."""
+        """Return unused chunks to the backend until at most `keep` bytes are reserved."""
         self._call("release", whole("keep", keep))
 
     def set_capacity(self, capacity: int) -> None:
-        """Limit the physical bytes; memory already reserved beyond the limit stays until
-        released."""
+        """Limit the physical bytes. Memory that is already reserved beyond the limit stays until it
+        is released."""
         self._call("set_capacity", whole("capacity", capacity))
 
     def statistics(self) -> Statistics:
@@ -361,15 +360,15 @@ class Allocator:
         self._library.farspan_reset_peaks(self._live())
 
     def check(self) -> None:
-        """Raise Broken, naming the invariant that does not hold. Slow."""
+        """Check all invariants, which is slow. Raises Broken, naming one that does not hold."""
         self._call("check")
 
     def record(self, on: bool = True) -> None:
-        """Start a recording, discarding the previous one, or stop it."""
+        """Start a recording, which discards the previous one, or stop it."""
         self._library.farspan_record(self._live(), on)
 
     def mark(self, number: int) -> None:
-        """Put a mark into the recording."""
+        """Add a mark to the recording."""
         self._library.farspan_mark(self._live(), whole("number", number))
 
     def events(self) -> Iterator[NativeEvent]:
@@ -381,8 +380,8 @@ class Allocator:
             start += n
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
-        """Follow the rows from the next iteration on; () for none. Raises NativeError for a row
-        beyond the arena, OutOfMemory if the capacity has no room for the arena."""
+        """Follow these rows from the next iteration on, or no plan for (). Raises NativeError for a
+        row beyond the arena, and OutOfMemory if the capacity has no room for the arena."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
 
     def begin_iteration(self) -> None:
@@ -390,19 +389,19 @@ class Allocator:
         self._library.farspan_begin_iteration(self._live())
 
     def fail_at(self, call: BackendCall, nth: int, times: int = 1) -> None:
-        """Make the nth next call of that kind fail, and `times - 1` after it; for tests."""
+        """Make the nth next backend call of a kind fail, `times` times in a row; for tests."""
         self._call("fail_at", call, whole("nth", nth), whole("times", times))
 
     def hold_events(self, on: bool = True) -> None:
-        """Keep events from completing by themselves; for tests without CUDA."""
+        """Keep stream events pending, as if the work went on; for tests without CUDA."""
         self._call("hold_events", on)
 
     def set_capturing(self, stream: int, on: bool = True) -> None:
-        """Make the stream capture a graph; for tests without CUDA."""
+        """Treat the stream as capturing a CUDA graph; for tests without CUDA."""
         self._call("set_capturing", whole("stream", stream), on)
 
     def close(self) -> None:
-        """Destroy the allocator and return all memory, that of live pointers too."""
+        """Destroy the allocator and return all its memory, even if pointers are still in use."""
         if self._handle is not None and self._owned:
             self._library.farspan_destroy(self._handle)
         self._handle = None

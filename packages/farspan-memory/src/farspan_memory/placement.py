@@ -1,4 +1,4 @@
-"""Static placement: an address in one arena for each buffer with a known lifetime (MEMO 4.2).
+"""Static placement: give each buffer, whose lifetime is known, an address in one arena (MEMO 4.2).
 
     address
       ^   +--------+      +-----+        Two buffers whose lifetimes meet must not overlap in
@@ -30,7 +30,7 @@ MOST_BYTES = 2**62
 
 
 class Feasibility(IntEnum):
-    """The answers to whether requests fit under a height."""
+    """Answers to the question whether requests fit under a height."""
 
     FITS = 0
     NO_FIT = 1  # proved
@@ -42,7 +42,7 @@ BAD_INPUT = 3
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Requests as the library reads them: int64, alive in [born, dies)."""
+    """Placement requests as the library's int64 columns; a request is alive in [born, dies)."""
 
     size: Sequence[int]
     born: Sequence[int]
@@ -51,7 +51,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """The answer, addresses if it is FITS, and the nodes of the search."""
+    """Answer of a search for a placement: the addresses if it found one, and the visited nodes."""
 
     answer: Feasibility
     addresses: tuple[int, ...]
@@ -59,9 +59,9 @@ class FitResult:
 
 
 def greedy(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
-    """Return addresses when each request, in this order, goes to the lowest gap that is free for
-    its whole lifetime; or to the smallest gap (best fit), the lowest of equals. Raises NativeError
-    without the library, and UnsupportedError for sizes whose sum overflows."""
+    """Return the address of each request when they are placed in this order, each in the lowest gap
+    that is free for its whole lifetime, or with `best` in the smallest gap, the lowest of equals.
+    Raises NativeError without the library, and UnsupportedError for sizes whose sum overflows."""
     if sum(columns.size) >= MOST_BYTES:
         raise UnsupportedError(
             f"placement: expected sizes of less than {MOST_BYTES:,} bytes in total, got "
@@ -105,8 +105,8 @@ def _verify(status: int) -> None:
 
 @cache
 def _native() -> ctypes.CDLL:
-    """Return the library with the solver's functions declared. Raises NativeError if it is
-    absent."""
+    """Return the library with the placement functions declared. Raises NativeError if it is
+    missing."""
     native = library()
     column = ctypes.POINTER(ctypes.c_int64)
     count = ctypes.c_int64
@@ -122,7 +122,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """Memory needed for a period."""
+    """A number of bytes that is needed for some time."""
 
     size: int  # bytes
     born: int
@@ -137,7 +137,7 @@ class Placement:
 
 
 def live_peak(requests: Sequence[PlacementRequest]) -> int:
-    """Return the most bytes alive at one time."""
+    """Return the most bytes alive at the same time."""
     changes: dict[int, int] = {}
     for request in requests:
         changes[request.born] = changes.get(request.born, 0) + request.size
@@ -166,9 +166,9 @@ def lowest_of(
     best_fit: bool = False,
     end: float = inf,
 ) -> Placement:
-    """Return the lowest greedy placement over the orders, the first of equals. It stops after an
-    order that reaches the lower bound; any order but the first is skipped if, at the pace of the
-    previous one, it would pass `end` of perf_counter. 50,000 requests take 5 s an order."""
+    """Return the lowest greedy placement over several orders of the requests, the first of equals.
+    Stops once an order reaches the lower bound, or would at the pace of the previous one end after
+    `end`, a time of perf_counter. 50,000 requests take 5 s per order."""
     bound = live_peak(requests)
     best: Placement | None = None
     columns = to_columns(requests)
@@ -189,13 +189,13 @@ def lowest_of(
 def placed_at(
     requests: Sequence[PlacementRequest], addresses: Sequence[int], bound: int
 ) -> Placement:
-    """Return the placement with these addresses."""
+    """Return the placement that has these addresses."""
     tops = (a + r.size for a, r in zip(addresses, requests, strict=True))
     return Placement(tuple(addresses), max(tops, default=0), bound)
 
 
 def to_columns(requests: Sequence[PlacementRequest]) -> Columns:
-    """Return the requests as the solver reads them."""
+    """Return the requests as int64 columns for the solver."""
     return Columns(
         [r.size for r in requests], [r.born for r in requests], [r.dies for r in requests]
     )
@@ -237,8 +237,8 @@ ORDERS: tuple[Order, ...] = (
 
 
 def place_greedily(requests: Sequence[PlacementRequest], seconds: float = inf) -> Placement:
-    """Return the lowest of first fit over all orders and, for small problems, of best fit. At least
-    one order is tried, the others while there is time."""
+    """Return the lowest placement by first fit over all orders and, for few requests, by best fit.
+    Tries one order, and the others while there is time."""
     begin = perf_counter()
     end = begin + seconds
     found = lowest_of(requests, ORDERS, end=end)
@@ -254,12 +254,12 @@ def place_greedily(requests: Sequence[PlacementRequest], seconds: float = inf) -
 
 
 class PlacementError(ValueError):
-    """A placement that must not be used; the message names the requests by their position."""
+    """A placement that must not be used; the message names requests by their index."""
 
 
 def sweep_placement(requests: Sequence[PlacementRequest], placement: Placement) -> None:
-    """Raise PlacementError unless no two buffers that live at one time share an address, the height
-    is that of the highest address and the lower bound is the most bytes alive.
+    """Raise PlacementError if two buffers that are alive at the same time share an address, the
+    height is not that of the highest address, or the lower bound is not the most bytes alive.
 
     In n log n: a new buffer is compared with its two neighbours among those alive, which do not
     overlap. 20,000 requests take 0.1 s.
@@ -287,7 +287,7 @@ def _sweep(
     requests: Sequence[PlacementRequest],
     addresses: Sequence[int],
 ) -> int:
-    """Return the most bytes alive. Raises PlacementError for two requests that share addresses."""
+    """Return the most bytes alive. Raises PlacementError if two live requests share addresses."""
     standing: list[tuple[int, int, int]] = []  # low, high, request; disjoint, so sorted by both
     alive = most = 0
     for _, birth, index in moments:

@@ -1,4 +1,4 @@
-"""The native allocator in PyTorch (2.11 to 2.13): entry points, statistics, errors.
+"""Hooks of the native allocator in PyTorch (2.11 to 2.13): entry points, statistics, errors.
 
 torch.cuda.memory reads its allocator's statistics through names in torch._C, which raise "does not
 yet support" for a pluggable allocator. Those names are replaced, so that all functions of torch
@@ -45,7 +45,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class EntryPoints:
-    """Addresses of native functions with the signatures that PyTorch expects."""
+    """Addresses of the native functions that PyTorch calls, with the signatures it expects."""
 
     allocate: int  # void* (size_t, int device, cudaStream_t)
     free: int  # void (void*, size_t, int device, cudaStream_t)
@@ -54,7 +54,7 @@ class EntryPoints:
 
 @dataclass(slots=True)
 class Plugged:
-    """PyTorch with another allocator.
+    """PyTorch's functions that were replaced to use another allocator.
 
     Invariant: `kept` holds the replaced functions of torch, by owner and name.
     """
@@ -64,14 +64,14 @@ class Plugged:
     kept: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def replace(self, owner: Any, name: str, function: Function) -> None:
-        """Replace a name that this torch has."""
+        """Replace an attribute of torch, if this version of torch has it."""
         if hasattr(owner, name):
             self.kept.append((owner, name, getattr(owner, name)))
             setattr(owner, name, function)
 
     def restore(self) -> None:
-        """Restore PyTorch as it was. Raises UnsupportedError once CUDA has started, when the
-        allocator cannot change any more."""
+        """Restore PyTorch's allocator and functions. Raises UnsupportedError once CUDA has started,
+        because the allocator can then no longer change."""
         if torch.cuda.is_initialized():
             raise UnsupportedError(
                 "allocator: CUDA has started, and PyTorch cannot change its allocator after that; "
@@ -98,7 +98,7 @@ def refuse_unready() -> None:
 
 
 def plug_in(entries: EntryPoints) -> Plugged:
-    """Make the functions PyTorch's CUDA allocator. Raises UnsupportedError if PyTorch refuses."""
+    """Make these functions PyTorch's CUDA allocator. Raises UnsupportedError if PyTorch refuses."""
     before = torch._C._cuda_getAllocator()
     ours = torch._C._cuda_customAllocator(entries.allocate, entries.free)
     for setter, address in entries.hooks.items():
@@ -117,7 +117,7 @@ def lend_statistics(
     reset_peaks: Callable[[int], None],
     reset_counts: Callable[[int], None],
 ) -> None:
-    """Make torch read a device's statistics from `read`, nested as torch's own."""
+    """Make torch report the statistics that `read` returns for a device, nested as its own."""
     for prefix, names in (
         ("_cuda_", ("memoryStats", "resetPeakMemoryStats", "resetAccumulatedMemoryStats")),
         ("_accelerator_", ("getDeviceStats", "resetPeakStats", "resetAccumulatedStats")),
@@ -127,8 +127,8 @@ def lend_statistics(
 
 
 def limit_free_memory(plugged: Plugged, headroom: Callable[[int], int | None]) -> None:
-    """Limit the free memory of torch.cuda.mem_get_info to the bytes that the allocator may still
-    take: `headroom(device)`, None if only the device is the limit."""
+    """Make torch.cuda.mem_get_info report no more free bytes than `headroom(device)`, which the
+    allocator may still reserve; None stands for no limit."""
     ask = torch.cuda.memory.mem_get_info
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -175,13 +175,13 @@ NO_SPLIT_LIMIT = -1
 
 
 class NativeMemory:
-    """The native allocators of all devices, made with the same options.
+    """The native allocators of all devices, with equal options.
 
     Invariant: an allocator is made at a device's first use and lives as long as the process.
     """
 
     def __init__(self, mode: str, options: AllocatorOptions, path: Path = LIBRARY) -> None:
-        """Set the options. Raises NativeError if the library is absent or refuses them."""
+        """Set the options. Raises NativeError if the library is missing or refuses them."""
         if mode not in MODES:
             raise NativeError(f"mode: expected {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
@@ -193,7 +193,7 @@ class NativeMemory:
         self._counted: dict[int, Statistics] = {}  # by device, at the last reset of its counts
 
     def entries(self) -> EntryPoints:
-        """Return the functions for PyTorch to call."""
+        """Return the addresses of the functions that PyTorch calls."""
         return EntryPoints(
             self._address("alloc"),
             self._address("free"),
@@ -201,12 +201,12 @@ class NativeMemory:
         )
 
     def raise_out_of_memory_by(self, function: int) -> None:
-        """Set the C function that throws on out-of-memory; by default it throws
+        """Set the C function that throws an exception when memory runs out; the default throws
         std::runtime_error."""
         self._library.farspan_torch_set_oom(ctypes.c_void_p(function))
 
     def of(self, device: int) -> Allocator:
-        """Return the allocator of a device, made on first use. Raises NativeError."""
+        """Return the allocator of a device, which is made on first use. Raises NativeError."""
         made = ctypes.c_void_p()
         status = self._library.farspan_torch_allocator(device, ctypes.byref(made))
         verify(self._library, status)
@@ -215,33 +215,33 @@ class NativeMemory:
         return Allocator.borrowed(made.value, self.options, self._path)
 
     def follow(self, device: int, plan: ReplayPlan) -> None:
-        """Follow the plan on the device from its next iteration on. Raises NativeError."""
+        """Make a device follow a plan from its next iteration on. Raises NativeError."""
         status = self._library.farspan_torch_set_plan(
             device, rows(plan.rows), len(plan.rows), plan.arena
         )
         verify(self._library, status)
 
     def recorded(self, device: int, name: str = "") -> Trace:
-        """Return the device's recording as a trace."""
+        """Return a device's recording as a trace."""
         return trace_of(self.of(device).events(), name)
 
     def begin_iteration(self, device: int) -> None:
-        """Begin a step: a plan starts over, and a recording gets a mark."""
+        """Begin a step on a device: its plan starts over, and its recording gets a mark."""
         self.of(device).begin_iteration()
 
     def statistics(self, device: int) -> Statistics:
-        """Return current bytes, peaks, and counts."""
+        """Return a device's current bytes, peaks, and counts."""
         return self.of(device).statistics()
 
     def headroom(self, device: int) -> int | None:
-        """Return the bytes that may still be reserved; None if only the device is the limit."""
+        """Return the bytes that a device may still reserve, or None without a capacity."""
         if not self.options.capacity:
             return None
         return max(0, self.options.capacity - self.statistics(device).reserved)
 
     def torch_statistics(self, device: int) -> dict[str, Any]:
-        """Return statistics as torch.cuda.memory_stats_as_nested_dict does. The one pool here is
-        reported as the large one; counters without an equivalent are zero."""
+        """Return a device's statistics in the form of torch.cuda.memory_stats_as_nested_dict. The
+        only pool is reported as torch's large pool; counters without an equivalent are zero."""
         now, then = self.statistics(device), self._counted.get(device)
 
         def since(name: str) -> int:
@@ -262,11 +262,11 @@ class NativeMemory:
         return found | {"max_split_size": NO_SPLIT_LIMIT, "num_oom_rejections": 0}
 
     def reset_peaks(self, device: int) -> None:
-        """Restart peaks from now."""
+        """Restart a device's peaks from its current values."""
         self.of(device).reset_peaks()
 
     def reset_counts(self, device: int) -> None:
-        """Restart torch's counts from now; statistics() counts from the beginning."""
+        """Restart the counts of torch_statistics() at zero; those of statistics() go on."""
         self._counted[device] = self.statistics(device)
 
     def _address(self, name: str) -> int:
@@ -285,7 +285,7 @@ VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 def refuse_without_virtual_memory(library: str = DRIVER) -> None:
-    """Raise UnsupportedError if a visible device lacks virtual memory management. Starts the
+    """Raise UnsupportedError if a visible device lacks virtual memory management. Starts the CUDA
     driver, but no device."""
     try:
         driver = ctypes.CDLL(library)
@@ -338,14 +338,14 @@ extern "C" __attribute__((visibility("default"))) void {SYMBOL}(const char* text
 
 @dataclass(frozen=True, slots=True)
 class Raiser:
-    """The function that throws torch's error, or the reason for a RuntimeError instead."""
+    """C function that throws torch's out-of-memory error, or the reason why there is none."""
 
     address: int | None  # of void (*)(const char*)
     reason: str = ""
 
 
 def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPILERS) -> Raiser:
-    """Compile the function against this process's torch, or take it from `cache`."""
+    """Compile a function that throws torch's out-of-memory error, or take it from `cache`."""
     root = Path(torch.__file__).parent
     if not (root / "include/c10/util/Exception.h").is_file():
         return Raiser(None, f"{root} has no headers")
@@ -353,17 +353,17 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
     if compiler is None:
         return Raiser(None, f"no C++ compiler ({', '.join(compilers)}) is on PATH")
     try:
-        library = _built(compiler, root, cache.expanduser())
+        library = _compiled(compiler, root, cache.expanduser())
         function = getattr(ctypes.CDLL(str(library)), SYMBOL)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return Raiser(None, f"{compiler}: {_last_words(error)}")
     return Raiser(ctypes.cast(function, ctypes.c_void_p).value)
 
 
-def _built(compiler: str, root: Path, cache: Path) -> Path:
-    """Return the library for this torch, built if necessary; another torch has another c10. The
-    file name has its digest: a file with another digest, or that others could have written, is
-    built anew. Raises NotPrivate if another user owns the file or its folder."""
+def _compiled(compiler: str, root: Path, cache: Path) -> Path:
+    """Return the compiled library for this torch, or compile it: each torch has its own c10. The
+    file's name has its digest: a file with another digest, or that other users could have written,
+    is compiled anew. Raises NotPrivate if another user owns the file or its folder."""
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
     key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     private_folder(cache)
@@ -400,7 +400,7 @@ def flags(root: Path) -> list[str]:
 
 
 def links(root: Path) -> list[str]:
-    """Return the linker flags for torch's own c10."""
+    """Return the linker flags for torch's own c10 library."""
     return [f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
 
 

@@ -1,4 +1,4 @@
-"""Plans from recorded iterations: addresses for the tensors of the next ones, and plan files.
+"""Plans made from recorded iterations: addresses for tensors of later iterations; plan files.
 
     iteration   begins                                      ends
     transient     |------|   |-----|  |-----------|          |    gets an address in the arena
@@ -45,7 +45,7 @@ MOST = 2**63 - 1  # most bytes that the native allocator can count
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """The address of each malloc of a program."""
+    """A plan file's content: an address for each malloc of a program."""
 
     program: str  # digest of the trace
     alignment: int  # bytes; addresses and sizes are multiples
@@ -57,7 +57,7 @@ class PlacementPlan:
 
 
 def digest(trace: Trace) -> str:
-    """Return the digest of the program's requests, without names of tensors and marks."""
+    """Return the digest of a trace's mallocs and frees, without names of tensors and marks."""
     found = hashlib.sha256()
     numbers: dict[int, int] = {}
     mallocs = 0
@@ -74,14 +74,14 @@ def digest(trace: Trace) -> str:
 
 
 def rounded(requests: Sequence[PlacementRequest], alignment: int) -> tuple[PlacementRequest, ...]:
-    """Round sizes up: then every address of a placement without gaps is a multiple too."""
+    """Round sizes up to the alignment, so that addresses without gaps are aligned too."""
     return tuple(replace(r, size=-(-r.size // alignment) * alignment) for r in requests)
 
 
 def make_plan(
     trace: Trace, placement: Placement, alignment: int, optimal: bool, method: str
 ) -> PlacementPlan:
-    """Return the placement of the trace's rounded requests as a plan."""
+    """Return a plan with the addresses that a placement gives the trace's rounded requests."""
     mallocs = [event for event in trace.events if isinstance(event, Malloc)]
     rows = tuple(
         PlanRow(malloc.size, malloc.stream, address)
@@ -98,7 +98,7 @@ def write_plan(plan: PlacementPlan, path: Path) -> None:
 
 
 def read_plan(path: Path, trace: Trace) -> PlacementPlan:
-    """Read a plan and check it against the trace.
+    """Read a plan file and check that it fits the trace.
 
     That a plan above the lower bound is optimal took a search to prove, and is believed unless no
     tensor lies at address 0. Raises UnsupportedError for a file that is not a plan, a plan of
@@ -119,8 +119,8 @@ def read_plan(path: Path, trace: Trace) -> PlacementPlan:
 
 
 def _check(plan: PlacementPlan, trace: Trace) -> None:
-    """Raise PlacementError for rows that differ from the trace or from the plan's alignment, for
-    tensors that overlap, and for a wrong peak or lower bound."""
+    """Raise PlacementError for rows that differ from the trace or are not aligned, for tensors that
+    overlap, and for a wrong peak or lower bound."""
     requests = rounded(trace.requests(), plan.alignment)
     addresses = tuple(row.address for row in plan.tensors)
     sweep_placement(requests, Placement(addresses, plan.peak, plan.lower_bound))
@@ -195,8 +195,8 @@ SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """One iteration's mallocs in order, each with its place or unplanned; without those of no
-    bytes, which allocators never see.
+    """Plan of one iteration: its mallocs in order, each with an address or UNPLANNED. Mallocs of 0
+    bytes are left out, because the allocator never sees them.
 
     Raises UnsupportedError for a place outside the arena or not aligned.
     """
@@ -216,12 +216,12 @@ class ReplayPlan:
 
     @property
     def planned(self) -> int:
-        """Number of mallocs that have a place."""
+        """Number of mallocs that have an address."""
         return sum(row.address != UNPLANNED for row in self.rows)
 
 
 def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
-    """Return a native recording as a trace. Frees of older memory are left out."""
+    """Return a native recording as a trace, without frees of memory allocated before it."""
     found: list[Malloc | FreeEvent | Mark] = []
     alive: set[int] = set()
     for event in events:
@@ -237,7 +237,7 @@ def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
 
 
 def iteration(trace: Trace, number: int = -1) -> Trace:
-    """Return one whole iteration, from its mark to the next one; by default the last.
+    """Return one iteration of a trace, from its mark to the next one; by default the last.
 
     Frees of older tensors are left out. Raises UnsupportedError if the trace has no such iteration.
     """
@@ -254,8 +254,8 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
 
 
 def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) -> ReplayPlan:
-    """Place the tensors that an iteration both makes and frees, from `smallest` bytes on, as low as
-    a search of `seconds` finds; on the stream with the most bytes.
+    """Plan addresses for the tensors of at least `smallest` bytes that an iteration both allocates
+    and frees, on the stream with the most bytes. The search takes at most `seconds`.
 
     A tensor that outlives the iteration would be in the way of the next one's. Streams that take
     turns on the same bytes would wait for each other.
@@ -283,8 +283,8 @@ def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) ->
 
 
 def load_plan(plan: Path, trace: Path) -> ReplayPlan:
-    """Load a file of `farspan-memory place` for replay, with the trace that it was made of: the
-    trace tells which tensors outlive a step, and whether the plan belongs to this program.
+    """Load a plan file of `farspan-memory place` for replay. The trace that it was made from tells
+    which tensors outlive a step, and whether the plan belongs to this program.
 
     If the trace has marks of iterations, the rows are those of its last whole one. Raises
     UnsupportedError, also for a plan of another program.
@@ -294,8 +294,8 @@ def load_plan(plan: Path, trace: Path) -> ReplayPlan:
 
 
 def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
-    """Return the last iteration of a plan for the whole trace; the whole plan without iteration
-    marks."""
+    """Return the part of a plan that covers the trace's last iteration, or the whole plan if the
+    trace has no marks of iterations."""
     marked = Mark(BEGIN) in trace.events
     first, last = _borders(trace) if marked else (0, len(trace.events))
     before = len(_mallocs(trace.events[:first]))
@@ -306,7 +306,7 @@ def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
 
 
 def _lowered(rows: Sequence[PlanRow], requests: Sequence[PlacementRequest]) -> ReplayPlan:
-    """Return the rows in an arena no larger than they need."""
+    """Return the rows moved down to the start of an arena that is no larger than they need."""
     placed = [row for row in rows if row.address != UNPLANNED]
     base = min((row.address for row in placed), default=0)
     lowered = tuple(

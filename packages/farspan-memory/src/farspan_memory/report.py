@@ -1,4 +1,4 @@
-"""Allocators compared on a trace: tables for a terminal, and a picture in SVG."""
+"""Report of allocators compared on a trace: tables for a terminal, and a picture in SVG."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -38,7 +38,7 @@ CALLS = {
 
 
 def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
-    """Return tables for each trace: memory, calls, and a remark; the sources of call costs once."""
+    """Return tables for each trace: memory, driver calls, a remark; then the costs' sources."""
     parts: list[RenderableType] = []
     for found in comparisons:
         parts += [subject(found), memory_table(found), Text()]
@@ -63,8 +63,8 @@ def subject(found: AllocatorComparison) -> Text:
 
 
 def memory_table(found: AllocatorComparison) -> Table:
-    """Return the memory that each allocator reserves without a limit, and the least capacity it
-    completes with."""
+    """Return a table of the memory that each allocator reserves without a limit, and of the least
+    capacity with which it completes."""
     title = f"memory; the least capacity is exact to {write_bytes(found.step)}"
     table = lines_table(title, *COLUMNS)
     table.collapse_padding = True  # a column of terabytes fits 80 columns
@@ -77,7 +77,7 @@ COLUMNS = ("allocator", "known by", "reserved", "unused", "least", "x live", "re
 
 
 def memory_rows(found: AllocatorComparison) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each allocator under `COLUMNS`."""
+    """Yield for each allocator its row of the memory table, in the order of `COLUMNS`."""
     for result in found.results:
         yield (
             result.name,
@@ -91,7 +91,7 @@ def memory_rows(found: AllocatorComparison) -> Iterator[tuple[str, ...]]:
 
 
 def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
-    """Return the driver calls over the whole trace, and their cost."""
+    """Return a table of each allocator's driver calls over the whole trace, and their cost."""
     table = lines_table(title, "allocator", *CALLS, "cost")
     for name, run in runs:
         counts = [sum(run.calls.get(call, 0) for call in calls) for calls in CALLS.values()]
@@ -101,7 +101,7 @@ def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
 
 
 def given_table(found: AllocatorComparison) -> Table:
-    """Return the results with the requested capacity."""
+    """Return a table of the runs with the requested capacity."""
     runs = given_runs(found)
     title = f"with {write_bytes(runs[0][1].capacity or 0)}"
     table = lines_table(title, "allocator", "completes", "retries", "reserved")
@@ -112,12 +112,12 @@ def given_table(found: AllocatorComparison) -> Table:
 
 
 def given_runs(found: AllocatorComparison) -> list[tuple[str, AllocatorRun]]:
-    """Return the runs with the requested capacity, if there was one."""
+    """Return the name and run of each allocator with the requested capacity, if there was one."""
     return [(result.name, result.given) for result in found.results if result.given]
 
 
 def known_by(result: AllocatorResult) -> str:
-    """Return whether the numbers are a model's or those of the code that runs on a GPU."""
+    """Say whether an allocator's numbers come from a model, a plan, or its real code."""
     if result.name == PLAN:
         return PROVED if result.proved else PLANNED
     return MODELLED if result.modelled else REAL
@@ -129,7 +129,7 @@ def over(capacity: int, live: int) -> str:
 
 
 def remark(found: AllocatorComparison) -> str:
-    """Return whether stitching gains anything over expandable segments; empty if one is missing."""
+    """Say whether stitching needs less memory than expandable segments; empty without both."""
     expandable, stitching = found.least_of(EXPANDABLE), found.least_of(STITCHING)
     if expandable is None or stitching is None:
         return ""
@@ -151,7 +151,7 @@ def _needs(result: AllocatorResult) -> str:
 
 
 def pricing() -> str:
-    """Return the sources of the unit costs."""
+    """Say where the costs of driver calls come from."""
     assumed = ", ".join(call for call, cost in PUBLISHED.items() if cost.source.startswith(ASSUMED))
     known = "; ".join(
         f"{call}: {cost.source}"
@@ -172,7 +172,7 @@ INK, GRID, LIVE, RESERVED, LOST = "#1f2933", "#d5dbe1", "#8fb8de", "#b3261e", "#
 
 
 def picture(comparisons: Sequence[AllocatorComparison]) -> str:
-    """Return all traces below each other, as one SVG document."""
+    """Return one SVG document that shows all traces, one below the other."""
     parts, top = [], 0
     for number, found in enumerate(comparisons):
         parts.append(f'<g transform="translate(0 {top})">{_trace(found, f"live{number}")}</g>')
@@ -185,7 +185,7 @@ def picture(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def page(comparisons: Sequence[AllocatorComparison]) -> str:
-    """Return the picture and its numbers as an HTML document."""
+    """Return an HTML document with the picture and its numbers."""
     tables = "\n".join(_table(found) for found in comparisons)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -197,7 +197,7 @@ def page(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def _trace(found: AllocatorComparison, live: str) -> str:
-    """Return the panels of a trace; its live bytes are drawn once, by the name `live`."""
+    """Return the SVG of a trace: a panel per allocator; live bytes are drawn once, by id `live`."""
     most = max([found.live_peak, *(max(shown(r), default=0) for r in found.results)]) or 1
     title = f"{found.trace or 'trace'}: {found.events:,} mallocs and frees"
     parts = [
@@ -244,7 +244,7 @@ def _panel(found: AllocatorComparison, result: AllocatorResult, most: int, live:
 
 
 def shown(result: AllocatorResult) -> tuple[int, ...]:
-    """Return the curve under the requested capacity, or else without a limit."""
+    """Return the curve to draw: with the requested capacity, else without a limit."""
     return (result.given or result.unlimited).curve
 
 
@@ -257,7 +257,7 @@ def _y(size: float, most: int) -> float:
 
 
 def _steps(values: Sequence[int], samples: int, most: int) -> list[str]:
-    """Return the corners of a staircase: each value holds for its sample."""
+    """Return the corners of a staircase curve, on which each value holds for one sample."""
     corners, start = [], 0
     for value, same in groupby(values):
         end, y = start + len(list(same)), _y(value, most)
@@ -287,7 +287,7 @@ def _tick(share: float, most: int) -> str:
 
 
 def _marks(found: AllocatorComparison) -> list[str]:
-    """Return the marks of the trace if they are few, else those of its steps."""
+    """Return a panel's lines for the trace's marks if they are few, else for its steps."""
     marks = found.marks
     if len(marks) > MARKS:
         marks = tuple(mark for mark in marks if mark[1].startswith("step"))

@@ -1,4 +1,4 @@
-"""A placed trace as a memory snapshot of PyTorch, for pytorch.org/memory_viz and similar viewers.
+"""A placed trace as a PyTorch memory snapshot, for pytorch.org/memory_viz and similar viewers.
 
 The format is that of `torch.cuda.memory._snapshot()`: dicts, lists, texts and numbers, pickled by a
 protocol that the viewer's own reader supports (2 to 4). That reader changes the entries that it
@@ -26,8 +26,8 @@ def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
 
 
 def trace_snapshot(trace: Trace, placement: Placement) -> dict[str, Any]:
-    """Return the tensors of a trace at the addresses of a placement of its requests, in order. A
-    tensor's frames name the mark that it follows; time counts events."""
+    """Return a snapshot with a trace's tensors at the addresses that a placement gives its
+    requests, in order. A tensor's stack frames name the mark before it; time counts events."""
     mark, alive = "", dict[int, tuple[int, int, Frames]]()  # tensor: address, size, frames
     entries = [_entry("segment_alloc", ARENA, placement.height, [], 0)]
     addresses = iter(placement.addresses)
@@ -67,7 +67,7 @@ def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> d
 
 
 def _segment(height: int, left: Sequence[tuple[int, int, Frames]]) -> dict[str, Any]:
-    """Return the arena at the end, with the remaining tensors by address."""
+    """Return the arena's segment after the last event, with the tensors that remain."""
     blocks, at = list[dict[str, Any]](), ARENA
     for address, size, frames in left:
         if address > at:

@@ -1,4 +1,4 @@
-"""Traces: a program's requests to its allocator, in order (MEMO 4.3.2), and files of traces.
+"""Traces, which list a program's requests to its allocator in order (MEMO 4.3.2), and their files.
 
     event   0         1         2         3         4
             malloc a  mark m    malloc b  free a    malloc a
@@ -43,7 +43,7 @@ LAST_STREAM = 2**64 - 1  # a stream is an address to CUDA
 
 @dataclass(frozen=True, slots=True)
 class Malloc:
-    """A request for memory, before any rounding."""
+    """A request for memory; its size is not rounded."""
 
     tensor: int
     size: int  # bytes
@@ -59,8 +59,8 @@ class FreeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A border between events: "layer 3 forward", "step 2". The events up to the next mark are its
-    segment; bi-level plans place one segment at a time (MEMO 4.2)."""
+    """A named border between events, such as "layer 3 forward" or "step 2". The events from one
+    mark to the next are a segment; two-level plans place one segment at a time (MEMO 4.2)."""
 
     name: str
 
@@ -70,7 +70,7 @@ Event = Malloc | FreeEvent | Mark
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Events that an allocator can serve.
+    """A valid sequence of mallocs, frees and marks.
 
     Invariant: a tensor is freed only while it is alive, and asked for only while it is not; each
     size is in [0, LARGEST], each stream in [0, LAST_STREAM]. Raises UnsupportedError with the
@@ -85,8 +85,8 @@ class Trace:
             raise UnsupportedError(f"trace {self.name or 'without a name'}: event {index}: {words}")
 
     def requests(self) -> tuple[PlacementRequest, ...]:
-        """Return one request for each malloc, in order; a tensor that is never freed dies at the
-        end."""
+        """Return a placement request for each malloc, in order. A tensor that is never freed dies
+        at the end."""
         end = len(self.events)
         deaths: dict[int, int] = {}  # index of a malloc to that of its free
         alive: dict[int, int] = {}  # tensor to index of its malloc
@@ -102,13 +102,13 @@ class Trace:
         )
 
     def live_peak(self) -> int:
-        """Return the most bytes alive at one time: no allocator needs less."""
+        """Return the most bytes alive at the same time; no allocator needs less."""
         return live_peak(self.requests())
 
 
 def from_events(events: Iterable[Any], name: str) -> Trace:
-    """Return the trace of another recorder's events by their fields: a malloc has a `tensor` and a
-    `size`, perhaps a `stream`, a free a `tensor` alone, a mark a `name`."""
+    """Return the trace of another recorder's events. Their fields decide the kind: a malloc has a
+    `tensor` and a `size`, perhaps a `stream`, a free only a `tensor`, a mark a `name`."""
     found: list[Event] = []
     for event in events:
         if hasattr(event, "size"):
@@ -119,7 +119,7 @@ def from_events(events: Iterable[Any], name: str) -> Trace:
 
 
 def faults(events: Iterable[Event]) -> Iterator[tuple[int, str]]:
-    """Yield the events that no allocator can serve: the number, counted from 0, and the reason."""
+    """Yield (index, reason) for each event that no allocator can serve; indices count from 0."""
     alive: set[int] = set()
     freed: set[int] = set()
     for index, event in enumerate(events):
@@ -158,8 +158,8 @@ IN_USE = "active_allocated"  # the state of a block in use
 SHOWN = 80  # characters of an invalid entry in messages
 
 
-class _NoNames(pickle.Unpickler):
-    """Reads plain values, and refuses names that would have to be imported."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler of plain values, which refuses names that it would have to import."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise UnsupportedError(f"the pickle names {module}.{name}; memory snapshots hold only data")
@@ -171,12 +171,12 @@ class _NoNames(pickle.Unpickler):
 
 
 def is_snapshot(content: bytes) -> bool:
-    """Return whether a file looks like a snapshot, pickled or as JSON."""
+    """Return whether a file looks like a PyTorch memory snapshot, pickled or as JSON."""
     return content.startswith(PICKLE) or content.lstrip()[:1] in (b"{", b"[")
 
 
 def read_snapshot(content: bytes, name: str, device: int | None = None) -> Trace:
-    """Return the mallocs and frees of one device; the first with any, if none is given.
+    """Return the mallocs and frees of one device, by default the first that has any.
 
     Memory allocated before the recording began, and freed in it or alive at its end, is requested
     at the beginning. Raises UnsupportedError naming the file and the entry.
@@ -199,11 +199,11 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
             "torch.cuda.memory._record_memory_history() before the step"
         )
     segments = found.get("segments", []) if isinstance(found, dict) else []
-    return _Reading(name, device).trace(traces[device], segments)
+    return _EventReader(name, device).trace(traces[device], segments)
 
 
-class _Reading:
-    """Turns the entries of one device into events; a tensor is an address while it lives."""
+class _EventReader:
+    """Converter of one device's snapshot entries to events; a tensor is a live address."""
 
     def __init__(self, name: str, device: int) -> None:
         self.name, self.device = name, device
@@ -230,8 +230,8 @@ class _Reading:
         return Trace(events, self.name)
 
     def _add_older(self, where: str, segment: Any) -> None:
-        """Add the memory allocated before the first entry and still alive: only the segments list
-        it."""
+        """Add the memory that was allocated before the first entry and is still in use, which only
+        the snapshot's segments list."""
         if not isinstance(segment, dict):
             raise UnsupportedError(f"{where}: expected a segment, got {_shown(segment)}")
         if _number(segment, "device", where, 0) != self.device:
@@ -260,7 +260,7 @@ class _Reading:
         return f"{self.name}: device {self.device}: entry {number}"
 
     def _read(self, number: int, entry: Any) -> bool:
-        """Read an entry, and return whether it is an event."""
+        """Convert an entry. Returns whether it is an event."""
         if not isinstance(entry, dict) or not isinstance(entry.get("action"), str):
             raise UnsupportedError(
                 f"{self._where(number)}: expected an entry with an action, got {_shown(entry)}"
@@ -307,14 +307,14 @@ def _shown(value: Any) -> str:
 
 
 def _values(content: bytes, name: str) -> Any:
-    """Return the values of a pickle without names, or of JSON."""
+    """Return the plain values in a pickle without importable names, or in JSON."""
     if not content.startswith(PICKLE):
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise UnsupportedError(f"{name}: the JSON cannot be read: {error}") from error
     try:
-        return _NoNames(io.BytesIO(content)).load()
+        return _PlainUnpickler(io.BytesIO(content)).load()
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error}") from None
     except Exception as error:  # a broken pickle may raise anything
@@ -333,7 +333,7 @@ _FREE = re.compile(r"free\s+(\d{1,30})(?:\s+\d{1,30})?", re.ASCII)
 
 
 class TraceFormat(Enum):
-    """The formats of trace files."""
+    """Formats of trace files."""
 
     TEXT = "MEMO's text"
     CSV = "MiniMalloc's CSV"
@@ -341,13 +341,13 @@ class TraceFormat(Enum):
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read the trace in a file of any of the formats. Raises UnsupportedError naming the file and
+    """Read a trace from a file in any of the formats. Raises UnsupportedError naming the file and
     the line."""
     return read_format(path)[0]
 
 
 def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
-    """Read a trace, and return it with its format."""
+    """Read a trace from a file, and return it with the file's format."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -371,7 +371,7 @@ def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace as text. Raises UnsupportedError if the file cannot be written."""
+    """Write a trace in MEMO's format. Raises UnsupportedError if the file cannot be written."""
     write_output(Path(path), to_text(trace), "trace")
 
 
@@ -384,8 +384,8 @@ def _is_csv(text: str) -> bool:
 
 
 def to_text(trace: Trace) -> str:
-    """Return the trace in MEMO's format. Raises UnsupportedError for a name that does not fit on
-    one line."""
+    """Return the trace in MEMO's text format. Raises UnsupportedError for a name that does not fit
+    on one line."""
     named = _line(trace.name or "without a name")
     lines = [NAME + named, *map(_event_line, trace.events), f"{END}{len(trace.events)}"]
     return "".join(f"{line}\n" for line in lines)
@@ -410,7 +410,7 @@ def _line(name: str) -> str:
 
 
 def from_text(text: str, name: str) -> Trace:
-    """Parse a trace in MEMO's format. Raises UnsupportedError naming `name` and the line."""
+    """Parse a trace in MEMO's text format. Raises UnsupportedError naming `name` and the line."""
     events: list[Event] = []
     places: list[int] = []  # line of each event
     called, end = "", 0
@@ -459,7 +459,7 @@ def _event(line: str, where: str) -> Event:
 
 
 def _checked(events: Iterable[Event], places: list[int], name: str, called: str) -> Trace:
-    """Return the trace, or raise an error that names the file's line."""
+    """Return the events as a trace. Raises UnsupportedError, naming the line of a wrong one."""
     events = tuple(events)
     for index, words in faults(events):
         raise UnsupportedError(f"{name}:{places[index]}: {words}")
@@ -470,8 +470,8 @@ def _checked(events: Iterable[Event], places: list[int], name: str, called: str)
 
 
 def to_csv(trace: Trace) -> str:
-    """Return one line per malloc, numbered in order; times count mallocs and frees. Marks and
-    streams are left out: the format has no place for them."""
+    """Return the trace in MiniMalloc's CSV format: a line per malloc, numbered in order, whose
+    times count mallocs and frees. Marks and streams are left out, because the format lacks them."""
     events = tuple(event for event in trace.events if not isinstance(event, Mark))
     rows = (
         f"{number},{r.born},{r.dies},{r.size}\n"
@@ -481,8 +481,8 @@ def to_csv(trace: Trace) -> str:
 
 
 def from_csv(text: str, name: str) -> Trace:
-    """Parse a trace in MiniMalloc's format; further columns are ignored. At equal times, frees come
-    before mallocs. Raises UnsupportedError naming `name` and the line."""
+    """Parse a trace in MiniMalloc's CSV format; further columns are ignored. At equal times, frees
+    come before mallocs. Raises UnsupportedError naming `name` and the line."""
     rows = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
     try:
         head = [field.strip() for field in next(rows)]

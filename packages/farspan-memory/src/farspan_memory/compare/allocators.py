@@ -1,4 +1,4 @@
-"""Models of PyTorch's allocators: the place of their blocks, and their calls of the driver.
+"""Models of PyTorch's allocators: where they place blocks, and which driver calls they make.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp in PyTorch 2.11 to 2.13. Not modelled:
 graph capture, private pools, peers. Addresses are never reused, as the driver may do; they only
@@ -60,8 +60,8 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of PyTorch's allocators, in bytes unless a name says otherwise; the defaults are
-    PyTorch's."""
+    """Settings of PyTorch's allocators with PyTorch's defaults, in bytes unless a name says
+    otherwise."""
 
     max_split: int = UNLIMITED  # larger blocks are neither split nor given to smaller requests
     max_rounding: int = LARGE_SEGMENT  # unused bytes that a large request may leave in its block
@@ -83,7 +83,7 @@ class Settings:
         _expect("garbage_collection_threshold", 0 <= share < 1, "0 up to 1", share)
 
     def rounded(self, size: int) -> int:
-        """Return the bytes of the block for a request of `size` > 0 bytes."""
+        """Return the size of the block that serves a request of `size` > 0 bytes."""
         if self.divisions > 1 and size > MIN_BLOCK * self.divisions:
             power = 1 << (size.bit_length() - 1)
             part = power // self.divisions
@@ -130,7 +130,7 @@ class SimulatedOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one stream and one kind of request, ordered by size and then address."""
+    """Free blocks of one stream for small or for large requests, by size and then address."""
 
     small: bool
     stream: int
@@ -140,7 +140,7 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A range of a segment. `before` and `after` are its neighbours there."""
+    """A range of a segment, with the blocks before and after it in the segment."""
 
     address: int
     size: int
@@ -157,7 +157,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """A block as the checker reads it."""
+    """A block's data for the checker of invariants."""
 
     segment: int  # address of the segment
     segment_size: int
@@ -168,7 +168,7 @@ class BlockRow:
 
 
 class CachingAllocator:
-    """malloc and free by the number of a tensor.
+    """Model of PyTorch's caching allocator, which allocates and frees tensors by number.
 
     Invariant: the blocks of a segment tile it, no two free neighbours stay apart, the mapped ones
     add up to `reserved`, and `reserved <= capacity`. `check` asserts it.
@@ -204,13 +204,13 @@ class CachingAllocator:
             pool = self._pools[stream, small] = Pool(small, stream)
         block = self._find(pool, rounded) or self._grow(pool, rounded)
         if self._splits(pool, rounded, block.size - rounded):
-            self._cut(block, rounded)
+            self._split(block, rounded)
         block.asked = size
         self.live += size
         self._held[tensor] = block
 
     def free(self, tensor: int) -> None:
-        """Free a tensor: its block joins its free list once the recorded streams are done."""
+        """Free a tensor. Its block joins the free list once other streams that used it are done."""
         block = self._held.pop(tensor)
         if block is None:
             return
@@ -221,20 +221,20 @@ class CachingAllocator:
             self._recycle(block)
 
     def record_stream(self, tensor: int, stream: int) -> None:
-        """Record a use by another stream: the memory is reused only after that work."""
+        """Note that another stream uses the tensor, whose memory must wait for that use."""
         block = self._held[tensor]
         if block is not None and stream != block.pool.stream:
             block.streams.add(stream)
 
     def empty_cache(self) -> None:
-        """Release all unused memory; waits for the streams."""
+        """Wait for the streams, and release all unused memory."""
         while self._waiting:
             self._recycle(self._waiting.popleft()[1])
         for pool in self._pools.values():
             self._release(pool)
 
     def rows(self) -> Iterator[BlockRow]:
-        """Yield every block of every segment, for the checker."""
+        """Yield every block of every segment for the checker."""
         held = {id(block) for block in self._held.values()}
         for block in self.blocks.values():
             pool = block.pool
@@ -248,11 +248,11 @@ class CachingAllocator:
             yield BlockRow(block.segment, size, block.address, block.size, state, listed)
 
     def listed(self) -> int:
-        """Return the number of blocks in the free lists."""
+        """Return the number of blocks in all free lists."""
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Return the best fit, unless that block is refused."""
+        """Take the smallest free block of enough bytes; None without one or if it is refused."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -260,13 +260,13 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids a block: large blocks serve no smaller request, and
-        no larger one that would leave too many bytes unused."""
+        """Return whether max_split_size forbids the use of a free block of `fits` bytes: one beyond
+        the limit serves no smaller request, nor a larger one that leaves too many bytes unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
     def _grow(self, pool: Pool, size: int) -> CachedBlock:
-        """Return a new segment; if the device is full, release unused memory first."""
+        """Return a block of a new segment. If the device is full, release unused memory first."""
         if self.settings.collect_at > 0 and self.capacity < UNLIMITED:
             self._collect()
         block = self._new_block(pool, size)
@@ -294,7 +294,7 @@ class CachingAllocator:
         return self._new_segment(pool, size)
 
     def _new_segment(self, pool: Pool, size: int) -> CachedBlock:
-        """Return a block that is all of a new segment, in no list."""
+        """Return a new segment as one block, which is in no free list."""
         block = CachedBlock(self._top, size, pool, self._top)
         self.segments[self._top] = size
         self.blocks[self._top] = block
@@ -307,7 +307,7 @@ class CachingAllocator:
         return size < self.settings.max_split and rest > SMALL_REQUEST
 
     def _release(self, pool: Pool) -> None:
-        """Call cudaFree for each segment that is one free block."""
+        """Call cudaFree for each segment of a pool that is one free block."""
         for _, address in tuple(pool.free):
             block = self.blocks[address]
             if block.before is None and block.after is None:
@@ -320,8 +320,8 @@ class CachingAllocator:
         self._reserve(-block.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release blocks beyond max_split_size first: one that is large enough, else the largest
-        until their sum is; return whether the sum can be enough."""
+        """Release free blocks beyond max_split_size: one that is large enough for the request, else
+        the largest ones until they suffice together. Returns whether they do."""
         limit = self.settings.max_split
         if limit == UNLIMITED:
             return False
@@ -337,8 +337,8 @@ class CachingAllocator:
         return found >= wanted
 
     def _collect(self) -> None:
-        """Apply garbage_collection_threshold: above it, free whole segments of at least average
-        age, counted in searches since they became free, until enough are freed or none is left."""
+        """Apply garbage_collection_threshold: while more than that share is reserved, free unused
+        segments of at least average age, counted in searches since they became free."""
         target = self.reserved - int(self.settings.collect_at * self.capacity)
         whole = [
             block
@@ -360,18 +360,18 @@ class CachingAllocator:
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def _take(self, pool: Pool, index: int) -> CachedBlock:
-        """Take a block out of the free list."""
+        """Take a block out of its free list."""
         block = self.blocks[pool.free.pop(index)[1]]
         block.free = False
         return block
 
-    def _cut(self, block: CachedBlock, size: int) -> None:
-        """Free the rest after the first `size` bytes of a block."""
-        rest = self._cut_off(block, size)
+    def _split(self, block: CachedBlock, size: int) -> None:
+        """Split a block after `size` bytes, and put the rest into the free list."""
+        rest = self._split_off(block, size)
         self._list(rest)
 
-    def _cut_off(self, block: CachedBlock, size: int) -> CachedBlock:
-        """Return the rest after the first `size` bytes as a block of its own, in no list."""
+    def _split_off(self, block: CachedBlock, size: int) -> CachedBlock:
+        """Split a block after `size` bytes, and return the rest, which is in no free list."""
         rest = CachedBlock(block.address + size, block.size - size, block.pool, block.segment)
         rest.mapped = block.mapped
         rest.before, rest.after = block, block.after
@@ -382,18 +382,18 @@ class CachingAllocator:
         return rest
 
     def _recycle(self, block: CachedBlock) -> None:
-        """Join an unused block to its free neighbours and the free list."""
+        """Merge an unused block with its free neighbours, and put it into the free list."""
         if block.streams:
             block.streams.clear()
-        self._join(block)
+        self._merge(block)
         self._list(block)
 
     def _list(self, block: CachedBlock) -> None:
         block.free, block.age = True, self._searches
         insort(block.pool.free, (block.size, block.address))
 
-    def _join(self, block: CachedBlock) -> None:
-        """Merge the neighbours that are free and mapped, or unmapped, as the block is."""
+    def _merge(self, block: CachedBlock) -> None:
+        """Merge a block with its free neighbours, if they are mapped or unmapped as it is."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped is block.mapped:
             self._unlist(before)
@@ -424,7 +424,7 @@ class CachingAllocator:
 
 
 class ExpandableAllocator(CachingAllocator):
-    """PyTorch's allocator with expandable segments.
+    """Model of PyTorch's allocator with expandable segments.
 
     Invariant: as the caching allocator's; unmapped blocks begin and end at borders of pages, and no
     two unmapped neighbours stay apart.
@@ -436,12 +436,12 @@ class ExpandableAllocator(CachingAllocator):
         super().__init__(capacity, given)
 
     def page(self, pool: Pool) -> int:
-        """Return the bytes that are mapped at a time."""
+        """Return the bytes of the pages that a pool maps."""
         return SMALL_SEGMENT if pool.small else self.settings.large_segment
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Return the best fit; a block before unmapped addresses counts as large as it can grow.
-        None if the block is refused."""
+        """Take the best-fitting free block; one before unmapped addresses counts with the size to
+        which it can grow. None if there is none or it is refused."""
         free = pool.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -459,13 +459,13 @@ class ExpandableAllocator(CachingAllocator):
         return rest >= MIN_BLOCK
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release nothing: blocks of expandable segments are exempt."""
+        """Release nothing: blocks of expandable segments are exempt from max_split_size."""
         del pool, size
         return False
 
     def _new_block(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Map free and unmapped blocks that are together large enough, and join them; pages mapped
-        before the device was full stay, as free blocks."""
+        """Map pages until adjacent free and unmapped blocks form one of at least `size` bytes. If
+        the device is full, return None; pages mapped until then stay as free blocks."""
         block = self._lowest(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -480,8 +480,8 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _lowest(self, pool: Pool, size: int) -> CachedBlock:
-        """Return the first block to map: the start of a row of free and unmapped blocks with room
-        for `size`."""
+        """Return the first of adjacent free and unmapped blocks with room for `size` bytes, at the
+        lowest addresses."""
         for address in pool.unmapped:
             block = self.blocks[address]
             if block.before is not None and block.before.free:
@@ -503,8 +503,8 @@ class ExpandableAllocator(CachingAllocator):
         return room >= size
 
     def _map(self, block: CachedBlock, size: int) -> bool:
-        """Map pages for the first `size` bytes of an unmapped block, or none if the device is full.
-        The block becomes the mapped one, free, and includes its free neighbours."""
+        """Map pages for the first `size` bytes of an unmapped block and merge it with its free
+        neighbours. Returns False, and maps nothing, if the device is full."""
         page = self.page(block.pool)
         pages = -(-size // page)
         fit = min(pages, (self.capacity - self.reserved) // page)
@@ -516,17 +516,17 @@ class ExpandableAllocator(CachingAllocator):
         self.calls[ACCESS, page] += pages
         self._unlist(block)
         if pages * page < block.size:
-            rest = self._cut_off(block, pages * page)
+            rest = self._split_off(block, pages * page)
             rest.free = True
             insort(block.pool.unmapped, rest.address)
         block.mapped = True
         self._reserve(pages * page)
-        self._join(block)
+        self._merge(block)
         self._list(block)
         return True
 
     def _release(self, pool: Pool) -> None:
-        """Unmap every page that is free as a whole."""
+        """Unmap every page of a pool that is wholly free."""
         for _, address in tuple(pool.free):
             self._unmap(self.blocks[address])
 
@@ -538,15 +538,15 @@ class ExpandableAllocator(CachingAllocator):
             return
         self._unlist(block)
         if low > block.address:
-            front, block = block, self._cut_off(block, low - block.address)
+            front, block = block, self._split_off(block, low - block.address)
             self._list(front)
         if high < block.address + block.size:
-            self._list(self._cut_off(block, high - block.address))
+            self._list(self._split_off(block, high - block.address))
         block.mapped, block.free = False, True
         self._reserve(low - high)
         self.calls[UNMAP, page] += (high - low) // page
         self.calls[RELEASE, page] += (high - low) // page
-        self._join(block)
+        self._merge(block)
         insort(block.pool.unmapped, block.address)
         if block.before is None and block.after is None:
             block.pool.unmapped.remove(block.address)

@@ -1,6 +1,6 @@
-"""One trace through PyTorch's caching allocator and its expandable segments (both modelled), the
-native allocator's stitching, and a static plan: reserved memory, the least memory for the trace,
-and calls of the driver.
+"""Comparison of allocators on one trace: PyTorch's caching allocator and its expandable segments
+(both modelled), the native allocator's stitching, and a static plan. It counts reserved memory, the
+least memory that suffices for the trace, and driver calls.
 
 Costs of the driver's calls are published: GMLake's Table 1 gives each in units of one cuMalloc of 2
 GiB, for 2 GiB made of handles of 2, 128 and 1,024 MiB. The unit in seconds comes from a run of its
@@ -52,13 +52,13 @@ Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any
 
 @dataclass(frozen=True, slots=True)
 class DriverCost:
-    """Seconds of a call for handles of some sizes; a power law of the size between two of them."""
+    """Seconds of a driver call by its handle's size: a table, with power laws between entries."""
 
     points: tuple[tuple[int, float], ...]  # bytes of a handle, ascending, and seconds
     source: str
 
     def seconds(self, size: int) -> float:
-        """Return the seconds of one call; beyond the ends the end's value."""
+        """Return the seconds of a call for a handle of `size` bytes, within the table's range."""
         if size <= self.points[0][0]:
             return self.points[0][1]
         for (low, before), (high, after) in pairwise(self.points):
@@ -68,8 +68,8 @@ class DriverCost:
         return self.points[-1][1]
 
 
-def _of_table(*units: float) -> tuple[tuple[int, float], ...]:
-    """Convert units for all handles of 2 GiB to seconds of one call."""
+def _call_seconds(*units: float) -> tuple[tuple[int, float], ...]:
+    """Convert a published table (cost of 2 GiB by size of handles) to seconds of one call."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
@@ -82,17 +82,17 @@ PUBLISHED: Mapping[str, DriverCost] = {
     MALLOC: DriverCost(((0, UNIT),), f"{TABLE}, for 2 GiB, at any size; the unit from {RUN}"),
     FREE: DriverCost(((0, UNIT),), f"{ASSUMED} as cudaMalloc; it also waits for the device"),
     RESERVE: DriverCost(((0, 0.003 * UNIT),), TABLE),
-    CREATE: DriverCost(_of_table(18.1, 0.89, 0.79), TABLE),
-    MAP: DriverCost(_of_table(0.70, 0.01, 0.002), TABLE),
-    ACCESS: DriverCost(_of_table(96.8, 8.2, 0.7), f"{TABLE}, for each handle"),
-    UNMAP: DriverCost(_of_table(0.70, 0.01, 0.002), f"{ASSUMED} as cuMemMap"),
-    RELEASE: DriverCost(_of_table(18.1, 0.89, 0.79), f"{ASSUMED} as cuMemCreate"),
+    CREATE: DriverCost(_call_seconds(18.1, 0.89, 0.79), TABLE),
+    MAP: DriverCost(_call_seconds(0.70, 0.01, 0.002), TABLE),
+    ACCESS: DriverCost(_call_seconds(96.8, 8.2, 0.7), f"{TABLE}, for each handle"),
+    UNMAP: DriverCost(_call_seconds(0.70, 0.01, 0.002), f"{ASSUMED} as cuMemMap"),
+    RELEASE: DriverCost(_call_seconds(18.1, 0.89, 0.79), f"{ASSUMED} as cuMemCreate"),
     VACATE: DriverCost(((0, 0.003 * UNIT),), f"{ASSUMED} as cuMemAddressReserve"),
 }
 
 
 def driver_seconds(calls: Calls, costs: Mapping[str, DriverCost] = PUBLISHED) -> float:
-    """Return the seconds of the calls, without waits for the device."""
+    """Return the summed cost of driver calls in seconds, without waits for the device."""
     return sum(count * costs[call].seconds(size) for (call, size), count in calls.items())
 
 
@@ -105,7 +105,7 @@ CACHING, EXPANDABLE, STITCHING = "caching allocator", "expandable segments", "st
 
 
 class Served(Protocol):
-    """The interface that serves a trace. malloc raises SimulatedOutOfMemory."""
+    """Interface of allocators that serve a trace. malloc raises SimulatedOutOfMemory."""
 
     @property
     def reserved(self) -> int: ...
@@ -122,7 +122,7 @@ class Served(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """An allocator to be compared; `make` takes the capacity in bytes."""
+    """An allocator to compare. `make` creates it with a capacity in bytes."""
 
     name: str
     modelled: bool  # a model, not the allocator's own code
@@ -130,8 +130,8 @@ class Contender:
 
 
 class Stitching:
-    """The native allocator over its null backend: all its code, no memory; under install()'s
-    policy."""
+    """The native allocator with its null backend, which runs all its code but has no memory, with
+    the settings of install()."""
 
     def __init__(self, capacity: int, chunk: int) -> None:
         self._chunk = chunk
@@ -192,7 +192,7 @@ class Stitching:
 def contenders(
     chunks: Sequence[int] = CHUNKS, settings: Settings | None = None
 ) -> tuple[Contender, ...]:
-    """Return all allocators that serve a trace event by event; the settings are for PyTorch's."""
+    """Return all allocators that serve a trace event by event; `settings` are for PyTorch's."""
 
     def stitching(chunk: int) -> Contender:
         name = f"{STITCHING}, {chunk / MIB:g} MiB"
@@ -224,7 +224,7 @@ Step = tuple[int, int, int]  # tensor, size or FREED, stream
 
 @dataclass(frozen=True, slots=True)
 class AllocatorRun:
-    """A trace served under one capacity."""
+    """Result of serving a trace with one allocator and one capacity."""
 
     capacity: int | None  # bytes; None without a limit
     completed: bool
@@ -237,7 +237,7 @@ class AllocatorRun:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorResult:
-    """The runs of one allocator on a trace."""
+    """Runs of one allocator on a trace with several capacities."""
 
     name: str
     modelled: bool
@@ -247,14 +247,14 @@ class AllocatorResult:
     proved: bool = False  # whether no allocator needs less, up to rounding
 
     def fragmentation(self, live: int) -> float:
-        """Return 1 - live peak / reserved peak, without a limit."""
+        """Return 1 - live peak / reserved peak of the run without a limit."""
         reserved = self.unlimited.reserved_peak
         return 1 - live / reserved if reserved else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorComparison:
-    """A trace through all allocators."""
+    """Results of all allocators on one trace."""
 
     trace: str
     events: int
@@ -265,13 +265,13 @@ class AllocatorComparison:
     results: tuple[AllocatorResult, ...]
 
     def least_of(self, kind: str) -> AllocatorResult | None:
-        """Return the allocator of a kind that completes with the least memory."""
+        """Return the allocator of a kind that completes the trace with the least memory."""
         found = [result for result in self.results if result.name.startswith(kind)]
         return min(found, key=lambda result: result.smallest.capacity or 0, default=None)
 
     def expandable_as_good(self) -> bool | None:
-        """Return whether expandable segments complete with the memory that stitching needs, up to a
-        share AS_GOOD of the live peak; None unless both were compared."""
+        """Return whether expandable segments need no more memory than stitching, up to a share
+        AS_GOOD of the live peak; None unless both were compared."""
         expandable, stitching = self.least_of(EXPANDABLE), self.least_of(STITCHING)
         if expandable is None or stitching is None:
             return None
@@ -279,7 +279,7 @@ class AllocatorComparison:
         return more <= AS_GOOD * self.live_peak
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results but the curves as JSON."""
+        """Return all results as JSON, without the curves."""
         return {
             "trace": self.trace,
             "events": self.events,
@@ -315,8 +315,8 @@ def compare(
     capacity: int | None = None,
     step: int | None = None,
 ) -> AllocatorComparison:
-    """Run the trace through each rival and the static plan; `capacity` is one more to run under,
-    `step` the precision in bytes of the least capacity."""
+    """Serve the trace with each rival and by a static plan: without a limit, with the least
+    capacity to within `step` bytes, and with `capacity` if given."""
     steps = steps_of(trace)
     live = live_curve(steps)
     peak = max(live, default=0)
@@ -335,7 +335,7 @@ def compare(
 
 
 def steps_of(trace: Trace) -> list[Step]:
-    """Return the mallocs and frees as plain steps, for fast replay."""
+    """Return the mallocs and frees of a trace as tuples, for fast replay."""
     found: list[Step] = []
     for event in trace.events:
         if isinstance(event, Malloc):
@@ -346,7 +346,7 @@ def steps_of(trace: Trace) -> list[Step]:
 
 
 def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
-    """Return the positions of the marks, as shares of all events."""
+    """Return a trace's marks as (position, name); position is the share of events before it."""
     found, before = [], 0
     for event in trace.events:
         if isinstance(event, Mark):
@@ -357,12 +357,12 @@ def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
 
 
 def stride(steps: Sequence[Step]) -> int:
-    """Return the number of events in a sample."""
+    """Return the number of events per sample of a curve."""
     return max(1, -(-len(steps) // SAMPLES))
 
 
 def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
-    """Return the most bytes alive in each sample."""
+    """Return the most bytes alive within each sample of events."""
     sizes: dict[int, int] = {}
     live, every, found = 0, stride(steps), []
     for start in range(0, len(steps), every):
@@ -381,7 +381,7 @@ def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
 def contend(
     rival: Contender, steps: Sequence[Step], peak: int, capacity: int | None, step: int
 ) -> AllocatorResult:
-    """Run a rival without a limit, with the least capacity, and with the requested one."""
+    """Serve a trace without a limit, with the least capacity, and with `capacity` if given."""
     unlimited = run(rival, steps, None)
     low = -(-peak // step)
     high = max(low, -(-unlimited.reserved_peak // step))
@@ -391,7 +391,7 @@ def contend(
 
 
 def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> AllocatorRun:
-    """Serve the trace, or its start until memory is out."""
+    """Serve the trace with one capacity, until its end or until memory runs out."""
     with rival.make(UNLIMITED if capacity is None else capacity) as served:
         curve, completed = serve(served, steps)
         calls = {key: count for key, count in served.calls.items() if count}
@@ -410,7 +410,7 @@ def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> Alloca
 
 
 def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
-    """Return reserved bytes after each sample, and whether all events were served."""
+    """Return the reserved bytes after each sample of events, and whether all events were served."""
     malloc, free, every = served.malloc, served.free, stride(steps)
     curve: list[int] = []
     try:
@@ -427,9 +427,9 @@ def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
 
 
 def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: int) -> AllocatorRun:
-    """Return the run with a capacity that completes, of which one step less does not, searched
-    between `low` and `high` steps and beyond if necessary. Releasing memory makes completion not
-    monotonic in the capacity, so a smaller one might complete again."""
+    """Return the run with the least capacity that completes while one step less does not, searched
+    from `low` to `high` steps and beyond if necessary. An even smaller capacity might complete,
+    because allocators release memory when it runs out."""
     best = run(rival, steps, high * step)
     while not best.completed:
         low, high = high + 1, 2 * high
@@ -445,8 +445,8 @@ def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: in
 
 
 def planned(trace: Trace, samples: int, capacity: int | None) -> AllocatorResult:
-    """Return the result of the static plan: one arena, mapped once, in which no search is
-    needed."""
+    """Return the result of the static plan: one arena that is mapped once, without any search for
+    blocks."""
     requests = rounded(trace.requests(), ALIGNMENT)
     solution = place_exactly(requests, PLAN_SECONDS)
     sweep_placement(requests, solution.placement)

@@ -1,4 +1,4 @@
-"""Placement by a mixed-integer program, a reference for the search.
+"""Placement by a mixed-integer program (MIP), a reference for the placement search.
 
 The program of MEMO 4.2 as published, by an open solver (HiGHS in scipy).
 
@@ -44,7 +44,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class MixedIntegerProgram:
-    """min cost x subject to rows x <= limits; x is A_1 ... A_n, M, then z in the order of pairs."""
+    """Minimize the arena's height M subject to rows x <= limits. x holds the tensors' addresses A_1
+    ... A_n, then M, then for each pair a binary z: 0 if the first lies below the second."""
 
     pairs: Pairs
     rows: list[tuple[int, int, float]]  # row, column, coefficient
@@ -54,7 +55,7 @@ class MixedIntegerProgram:
 
 
 def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
-    """Return E: the pairs that live at one time."""
+    """Return the pairs (i, j) of requests that are alive at the same time."""
     return [
         (i, j)
         for j, b in enumerate(requests)
@@ -64,8 +65,8 @@ def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
 
 
 def count_overlapping(requests: Sequence[PlacementRequest]) -> int:
-    """Return the number of pairs in E, in n log n: all pairs but those where one dies before the
-    other is born."""
+    """Return the number of pairs of requests that are alive at the same time, in n log n: all pairs
+    but those in which one dies before the other is born."""
     alive = [r for r in requests if r.born < r.dies]
     deaths = sorted(r.dies for r in alive)
     apart = sum(bisect_right(deaths, r.born) for r in alive)
@@ -75,8 +76,8 @@ def count_overlapping(requests: Sequence[PlacementRequest]) -> int:
 def write_program(
     requests: Sequence[PlacementRequest], unit: int, capacity: int
 ) -> MixedIntegerProgram:
-    """Return the rows of the program; sizes and M_cap in units of `unit` bytes, which divides every
-    size."""
+    """Return the mixed-integer program for these requests. Sizes and the capacity M_cap are in
+    units of `unit` bytes, which divides every size."""
     count, pairs = len(requests), overlapping(requests)
     sizes = [r.size // unit for r in requests]
     cap = capacity // unit
@@ -96,7 +97,7 @@ def write_program(
 def place_by_mip(
     requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
 ) -> Solution:
-    """Return the program's solution, or the greedy one if it is lower or no other came in time.
+    """Return the placement by mixed-integer programming, or the greedy one if that is lower.
 
     It is proved only if the solver's bound reaches its height beyond the tolerance, or the most
     bytes alive do. M_cap is the height of greedy placement, which is tighter than any device, or
@@ -126,22 +127,22 @@ def place_by_mip(
             f"does not prove that there is none: {answer.message}"
         )
     best = min(kept, key=lambda placement: placement.height)
-    bound = _proved(answer.mip_dual_bound, program.cap) * unit
+    bound = _proved_units(answer.mip_dual_bound, program.cap) * unit
     least = least_height(requests, greedy)
     proved = best.height if bound == best.height else least
     return Solution(best, proved, perf_counter() - begin)
 
 
-def _proved(bound: float | None, cap: int) -> int:
-    """Return the units that every placement needs by the solver's bound, less the tolerance of its
-    rows and of its z, which count M_cap times."""
+def _proved_units(bound: float | None, cap: int) -> int:
+    """Return the lower bound on the height that the solver has proved, in units, less its tolerance
+    for rows and for binary variables, which count M_cap times."""
     if bound is None or not math.isfinite(bound):
         return 0
     return math.ceil(bound - TOLERANCE * (2 + cap))
 
 
 def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
-    """Solve with HiGHS; offsets A and height M are continuous, the choices z are binary."""
+    """Solve with HiGHS: addresses and height are continuous, the order of each pair is binary."""
     try:
         optimize, matrix = import_module("scipy.optimize"), import_module("scipy.sparse").csr_array
     except ImportError as error:
@@ -166,9 +167,9 @@ def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
 def _exact_addresses(
     requests: Sequence[PlacementRequest], program: MixedIntegerProgram, x: Sequence[float]
 ) -> Placement | None:
-    """Return whole-byte addresses: in the order that z decides, each buffer as low as the buffers
-    below it allow. None if z gives no order, since sizes below the tolerance decide none. The
-    solver's own addresses are right up to a millionth of M_cap only."""
+    """Return addresses in whole bytes: each buffer as low as the buffers allow that the solution
+    puts below it. None if the solution contains a cycle, as for sizes below the tolerance. The
+    solver's own addresses have errors of up to a millionth of M_cap."""
     below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     for z, (i, j) in enumerate(program.pairs, len(requests) + 1):
         low, high = (i, j) if x[z] < 0.5 else (j, i)
