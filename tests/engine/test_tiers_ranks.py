@@ -82,6 +82,6 @@ def test_what_ranks_take_is_looked_at_together() -> None:
         == theirs
         == [
             "host memory: a step of 40 tokens",
-            "host memory: the optimizer's states in main memory",
+            "host memory: keeping the optimizer's states in main memory",
         ]
     )
