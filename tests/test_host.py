@@ -61,11 +61,11 @@ def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 def test_the_refusal_has_the_numbers_and_what_to_change() -> None:
     refuse_beyond(GIB, "a step", "shorten it", available=GIB)
     with pytest.raises(
-        UnsupportedError, match=r"a step needs 2\.00 GiB and 1\.00 GiB .*; shorten it"
+        UnsupportedError, match=r"a step needs 2\.00 GiB, but only 1\.00 GiB .*; shorten it"
     ):
         refuse_beyond(2 * GIB, "a step", "shorten it", available=GIB)
     with pytest.raises(
-        UnsupportedError, match=r"a step needs 20\.00 MiB and 1\.50 KiB are available"
+        UnsupportedError, match=r"a step needs 20\.00 MiB, but only 1\.50 KiB are available"
     ):
         refuse_beyond(20 * 2**20, "a step", "shorten it", available=1536)
 

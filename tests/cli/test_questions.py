@@ -43,7 +43,7 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --context 8K --gpu 4090 --nf4", refused("give --quantize")),
     (f"{SMALL} --context 8K --gpu 4090 --qlora --write q.yaml", ("q.yaml: written", 0)),
     (f"{SMALL} --context 64K --gpu h200 --write long.yaml", ("stretches its RoPE to 64K", 0)),
-    (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give only one")),
+    (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give one of the two")),
     (f"{SMALL} --context 8K --gpu '8 H100s'", ("8 x h100", 0)),
     (f"{SMALL} --context 8K --gpu GB200", refused("give --gpu b200")),
     (f"{SMALL} --context 8K --gpu cpu", refused("give --gpu here")),

@@ -182,7 +182,7 @@ def test_calls_of_tools_are_said_by_the_model(build: Build) -> None:
             "line 1: the chat template cannot render field 'messages': only pairs",
         ),
         ("{{ messages[0].x.y }}", CHAT, "the chat template cannot render field 'messages'"),
-        (None, CHAT, r"data\.chat_template: the tokenizer .* has none of its own; give a file"),
+        (None, CHAT, r"data\.chat_template: the tokenizer .* has none of its own; give a Jinja"),
     ],
 )
 def test_a_chat_that_cannot_be_read_is_refused(

@@ -429,7 +429,7 @@ data: {{path: {rows}, tokenizer: bytes, streaming: true, window: 2KiB, cache: {r
     result = CliRunner().invoke(app, ["data", str(run)])
     assert result.exit_code == 0, result.output
     assert f"streamed: {rows} in windows of 2.0 KiB; the first has 69 documents," in result.output
-    assert "sequences of 64 in the first window; none held out" in result.output
+    assert "sequences of 64 tokens in the first window; none held out" in result.output
     folders = [p.name for p in (rows.parent / "c").rglob("0*") if p.is_dir()]
     assert folders == ["000000"]
 

@@ -39,7 +39,7 @@ def asked(needs: list[int], machines: list[str]) -> str:
 
 def test_ranks_of_one_machine_share_what_it_has() -> None:
     assert run_ranks(2, asked, [2, 2], ["one", "one"]) == ["", ""]
-    words = "a step, on 2 ranks of a machine, needs 5.00 GiB and 4.00 GiB are available"
+    words = "a step, on 2 ranks of a machine, needs 5.00 GiB, but only 4.00 GiB are available"
     for said in run_ranks(2, asked, [1, 4], ["one", "one"]):
         assert words in said
     assert run_ranks(2, asked, [3, 4], ["one", "other"]) == ["", ""]
@@ -82,6 +82,6 @@ def test_what_ranks_take_is_looked_at_together() -> None:
         == theirs
         == [
             "host memory: a step of 40 tokens",
-            "host memory: the optimizer's states in main memory",
+            "host memory: keeping the optimizer's states in main memory",
         ]
     )

@@ -261,7 +261,7 @@ def test_texts_stand_beside_records_of_any_form(corpus: Any) -> None:
 def test_a_folder_of_two_forms_names_both(corpus: Any) -> None:
     files = {"c/a.jsonl": lines(TEXTS), "c/b.json": array(ANSWERS)}
     with pytest.raises(
-        UnsupportedError, match=r"a\.jsonl holds text and .*b\.json prompt; .* data\.sources"
+        UnsupportedError, match=r"a\.jsonl has format text, but .*b\.json prompt; .* data\.sources"
     ):
         corpus("c", files)
 

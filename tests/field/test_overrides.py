@@ -551,7 +551,7 @@ class TestLength:
         line, _, rest = message.partition("model.overrides: ")[2].partition("; in a program")
         model = made(path, yaml.safe_load(line))
         refuse_context(model, tokens)
-        code = rest.partition(": ")[2].rpartition(" (to change")[0]
+        code = rest.partition(": ")[2].rpartition(" (changing the")[0]
         code = code.replace("AutoModelForCausalLM.from_pretrained(path, config=config)", "config")
         names: dict[str, Any] = {"AutoConfig": AutoConfig, "path": path}
         exec(code, names)

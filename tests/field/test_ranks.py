@@ -402,7 +402,7 @@ EDITS: list[Case] = [
     ("model.layers.1.mlp.down_proj", longer, steps),
     ("model.norm.weight", frozen, asks("logprobs")),
 ]
-MEMORY: list[Case] = [("model.norm.weight: its data was replaced", other_memory, steps)]
+MEMORY: list[Case] = [("model.norm.weight: its .data was replaced", other_memory, steps)]
 LOADED: list[Case] = [("model.embed_tokens.weight: replaced after parallelize", assigned, steps)]
 
 

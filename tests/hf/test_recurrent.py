@@ -181,7 +181,7 @@ class TestRefused:
         model = make_model("mamba2")
         for layer in model.base_model.layers:  # type: ignore[union-attr]
             layer.mixer.register_forward_pre_hook(_halve, with_kwargs=True)
-        assert "mixes tokens outside of the states it hands on" in refusal(model)
+        assert "mixes tokens outside the states it hands on" in refusal(model)
 
     def test_a_state_that_is_kept_from_the_cache(self) -> None:
         model = make_model("llama")

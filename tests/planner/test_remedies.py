@@ -91,7 +91,7 @@ def test_words() -> None:
     found = {r.options: (r.same, r.means) for r in remedies_of(asked(), lambda _: True)}
     assert found["--optimizer host"] == (True, "")
     assert found["--lora 16"] == (False, "adapters are trained, the weights stay")
-    assert found["--gpus 2"] == (True, "of the 8 of a machine")
+    assert found["--gpus 2"] == (True, "of the 8 in a machine")
 
 
 def test_there_is_a_budget() -> None:

@@ -54,5 +54,5 @@ def overrun() -> Plan:
         plan,
         device=Budget({"weights": 128 * GIB}, 80 * GIB),
         reason="weights and optimizer alone need 128 GiB",
-        remedies=(Remedy("--gpus 2", same=True, means="of the 8 of a machine"),),
+        remedies=(Remedy("--gpus 2", same=True, means="of the 8 in a machine"),),
     )

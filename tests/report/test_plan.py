@@ -297,7 +297,7 @@ def test_a_layout_in_words() -> None:
     )
     assert layout_words(Layout(tensor=8, fsdp=False)) == "tensor 8"
     several = replace(fitting(), question=question(layout=Layout(ulysses=4, shards=2)))
-    assert "8 x h200 (ulysses 4 x shards 2, weights cut" in text_of(plan_view(several))
+    assert "8 x h200 (ulysses 4 x shards 2, weights sharded" in text_of(plan_view(several))
 
 
 def test_every_kind_of_buffer_has_a_name() -> None:
@@ -398,7 +398,7 @@ def test_an_answer_of_what_is_short_shows_no_schedule() -> None:
     remedies = (
         Remedy("--optimizer host", same=True, seconds=90.0),
         Remedy("--lora 16", same=False, means="adapters are trained", seconds=45.0),
-        Remedy("--gpus 2", same=True, means="of the 8 of a machine"),
+        Remedy("--gpus 2", same=True, means="of the 8 in a machine"),
         Remedy("--context 64K", same=False),
     )
     text = "\n".join(answer_lines(replace(overrun(), remedies=remedies)))
@@ -406,7 +406,7 @@ def test_an_answer_of_what_is_short_shows_no_schedule() -> None:
     assert "device: 128.0 GiB of 80.0 GiB\n  weights  " in text
     assert "  --optimizer host: 90 s a step, the same results\n" in text
     assert "  --lora 16: 45 s a step, other results, adapters are trained\n" in text
-    assert "  --gpus 2: the same results, of the 8 of a machine\n" in text
+    assert "  --gpus 2: the same results, of the 8 in a machine\n" in text
     assert "--context" not in text
     assert not any(word in text for word in ("schedule", "chunks", "runners-up", "MFU", "main"))
     alone = "\n".join(answer_lines(replace(overrun(), remedies=())))

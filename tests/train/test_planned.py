@@ -269,7 +269,7 @@ def test_a_forecast_that_main_memory_cannot_hold_is_planned_around(tmp_path: Pat
 
     def expect(step: Any, *rest: Any, **named: Any) -> Any:
         if step.schedule == LARGE:
-            raise TooLarge("host memory: a step needs 9 GiB and 1 GiB are available")
+            raise TooLarge("host memory: a step needs 9 GiB, but only 1 GiB are available")
         return own(step, *rest, **named)
 
     quiet = Quiet()

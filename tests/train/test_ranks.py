@@ -154,7 +154,7 @@ def test_ranks_that_want_different_things_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     write_documents(tmp_path / "other", 9)
     for changes, text in (
-        ({1: {"seed": 3}}, "seed: 0 on rank 0, but 3 on rank 1; every rank"),
+        ({1: {"seed": 3}}, "seed: 0 on rank 0, but 3 on rank 1; give every rank"),
         ({1: {"data": replace(run.data, held_out=0.5)}}, "data.held_out: 0.2 on rank 0"),
     ):
         assert all(said.startswith(text) for said in run_ranks(2, refused, run, changes)), text

@@ -180,7 +180,7 @@ def evaluate_command(
     trusted: Trusted = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Loss by position, perplexity by document, and sentences found in a long context."""
+    """Measure loss by position, perplexity by document, and recall of hidden sentences."""
     check_place(picture, "picture")
     files = dict.fromkeys(path for text in texts for path in find_files(text, "--text"))
     subject = subject_of(model, dtype, tokenizer, trusted=trusted)

@@ -394,7 +394,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     **options: Any,
 ) -> None:
-    """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
+    """Predict whether a run fits, its step time and best schedule; exit 1 if it does not fit."""
     # Programs are small objects without cycles: collecting them took 7% of the time.
     gc.set_threshold(FEW_COLLECTIONS)
     options["gpus"] = devices_of(options["gpus"], options["machine"])
@@ -677,7 +677,7 @@ def init_command(
     lora: Annotated[int | None, option_of("lora")] = None,
     quantize: Annotated[str | None, option_of("quantize")] = None,
 ) -> None:
-    """Write a run file for a model and its data, planned for this machine, without questions."""
+    """Write a run file for a model and its data, planned for this machine, without prompting."""
     check_place(output, "output", new=True)
     count = devices_of(gpus, machine)
     load("farspan.data.corpus", "settle")(DataConfig(path=data))

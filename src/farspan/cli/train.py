@@ -254,7 +254,7 @@ def report_command(
         bool, typer.Option("--json", help="Print what the page shows as JSON; write no page.")
     ] = False,
 ) -> None:
-    """Write one HTML page of a run, or of several side by side: curves, memory, time, the walk."""
+    """Write one HTML page on one or several runs: curves, memory, time, order of the work."""
     read = [read_run(folder) for folder in runs]
     if as_json:
         print(json.dumps(runs_json(read)))

@@ -158,7 +158,7 @@ def index_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
     settings: Settings = None,
 ) -> None:
-    """Make the index by which sparse attention with `selector: index` chooses, from a text.
+    """Train on a text the index by which sparse attention, `selector: index`, chooses pages.
 
     The text's first 1,024 tokens are read at several places of the context; the model is unchanged.
     """

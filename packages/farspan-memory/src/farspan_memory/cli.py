@@ -271,7 +271,7 @@ def compare_command(
     output: Report = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Run one trace through four allocators: the memory they need, and their calls."""
+    """Compare four allocators on one trace: the memory that they need, and their driver calls."""
     if output is not None and output.suffix not in PICTURES:
         raise UnsupportedError(f"output: expected a name that ends in .html or .svg, got {output}")
     limit = None if capacity is None else read_bytes(capacity, "capacity")

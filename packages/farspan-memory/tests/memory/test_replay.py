@@ -54,9 +54,9 @@ def test_an_iteration_goes_from_its_mark_to_the_next() -> None:
 
 
 def test_an_iteration_that_did_not_end_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"it has 0 whole iterations.*begin_iteration"):
+    with pytest.raises(UnsupportedError, match=r"it has only 0 whole iterations.*begin_iteration"):
         iteration(Trace((START, Malloc(1, 1), FreeEvent(1))))
-    with pytest.raises(UnsupportedError, match="it has 1 whole iterations"):
+    with pytest.raises(UnsupportedError, match="it has only 1 whole iterations"):
         iteration(Trace((START, START)), 1)
 
 
