@@ -421,10 +421,10 @@ class AttentionContext:
 
     # -- among ranks -----------------------------------------------------------------------------
 
-    def is_filler(self, chunk: int) -> bool:
+    def is_padding(self, chunk: int) -> bool:
         """Return whether this rank and its tensor peers have no token of the chunk. Modules cannot
-        run on zero tokens, so the rank runs one without effect (a filler): attention and buffers
-        leave it out, and its gradient is zero."""
+        run on zero tokens, so the rank runs a padding token: attention and buffers leave the token
+        out, and its gradient is zero."""
         if not self.shares:
             return False
         start, stop = self.program.share.rank.tokens(self.program.chunks[chunk], "tensor")
@@ -446,7 +446,7 @@ class AttentionContext:
         if rank.layout.ulysses > 1:
             parts = among_heads(rank, self.program.chunks[chunk])
             ulysses = Ulysses(self.ranks.among("ulysses"), parts)
-        return HeadExchange(ulysses, rank.layout.tensor * self.is_filler(chunk))
+        return HeadExchange(ulysses, rank.layout.tensor * self.is_padding(chunk))
 
     def _spread(self, rank: Rank, layer: int, chunk: int) -> KVShards | Ring | None:
         """Return the attention over keys spread over ranks; None: this rank has all keys of its

@@ -105,7 +105,7 @@ class Calls:
             self._choose(self.planner, run, _VALUES if is_cut else Objective())
         model = self.models.now
         if same is not None:
-            model.boundary.settle(max(longest for longest, _ in same.table))
+            model.stages.settle(max(longest for longest, _ in same.table))
         return self.runner.program(model, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
     def release(self) -> None:
@@ -133,7 +133,7 @@ class Calls:
         if found is None:
             self.release()  # plan with the memory that is then free
             with torch.inference_mode(False), torch.enable_grad():  # planning runs backwards
-                model, device = now.boundary.model, now.boundary.device
+                model, device = now.stages.model, now.stages.device
                 moves = sharded is None or self.models.whole_on is not None
                 wanted = self.models.wanted
                 found = planner(model, device, run, wanted, loss, sharded=sharded, moves=moves)
@@ -196,7 +196,7 @@ def inputs_of(
     several: bool = False,
 ) -> StepInputs:
     """Check the inputs, and let ranks compare them. Raises UnsupportedError naming the argument."""
-    if torch.is_autocast_enabled(model.boundary.device.type):
+    if torch.is_autocast_enabled(model.stages.device.type):
         raise UnsupportedError(
             "autocast: the program is planned for one dtype; call the step outside autocast, "
             "and load the model in the dtype to compute in"
@@ -208,7 +208,7 @@ def inputs_of(
         same.add({n: repr(x) if x is None else x for n, x in given}, OF_BATCH)
     longest = int(inputs.position_ids.max()) + 1
     if model.limit is not None and longest > model.limit:
-        refuse_context(model.boundary.model, longest)
+        refuse_context(model.stages.model, longest)
     same.figures = [longest, inputs.trained]
     return inputs
 

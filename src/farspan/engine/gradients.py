@@ -198,17 +198,17 @@ class GraphEntry(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Inlet:
+class GraphInput:
     """The entry of a tensor into a graph, which receives its gradient."""
 
     anchor: Tensor
     sink: list[Tensor]  # empty before the backward, and after it if nothing depends on the tensor
 
 
-def enter(tensor: Tensor) -> tuple[Tensor, Inlet]:
-    """Return the tensor as an input of the graph, and its inlet; autograd must be on."""
-    inlet = Inlet(tensor.new_zeros(0, requires_grad=True), [])
-    return GraphEntry.apply(inlet.anchor, tensor, inlet.sink), inlet
+def enter(tensor: Tensor) -> tuple[Tensor, GraphInput]:
+    """Return the tensor as an input of the graph, and its graph_input; autograd must be on."""
+    graph_input = GraphInput(tensor.new_zeros(0, requires_grad=True), [])
+    return GraphEntry.apply(graph_input.anchor, tensor, graph_input.sink), graph_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Graph:
     """A cell's graph, waiting for its backward."""
 
     out: GradientEdge
-    inlet: Inlet  # of the layer's input
+    graph_input: GraphInput  # of the layer's input
     saved: SavedActivations | None = None  # of a kept graph
 
 
@@ -225,10 +225,10 @@ def build_graph(
 ) -> tuple[Graph, Tensor]:
     """Run a layer and return its graph and output; autograd saves to `saved` if given."""
     with torch.enable_grad():
-        entered, inlet = enter(hidden)
+        entered, graph_input = enter(hidden)
         with nullcontext() if saved is None else saved.hooks():
             out = run(entered)
-    return Graph(get_gradient_edge(out), inlet, saved), out.detach()
+    return Graph(get_gradient_edge(out), graph_input, saved), out.detach()
 
 
 def differentiate(
@@ -237,18 +237,22 @@ def differentiate(
     given: list[Tensor],
     *,
     left: Sequence[GradientEdge] = (),
-    inlets: Iterable[Inlet] = (),
+    graph_inputs: Iterable[GraphInput] = (),
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Return the gradients of a cell's weights and that of its input. `given` has the gradients of
     the output and of `left`; the list is emptied so that autograd can free them. The gradients of
-    other inputs are in `inlets`."""
+    other inputs are in `graph_inputs`."""
     found = torch.autograd.grad(
         [graph.out, *left],
-        [*parameters, graph.inlet.anchor, *(inlet.anchor for inlet in inlets)],
+        [
+            *parameters,
+            graph.graph_input.anchor,
+            *(graph_input.anchor for graph_input in graph_inputs),
+        ],
         [given.pop(0) for _ in range(len(given))],
         allow_unused=True,
     )
-    (gradient,) = graph.inlet.sink
+    (gradient,) = graph.graph_input.sink
     return found[: len(parameters)], gradient
 
 

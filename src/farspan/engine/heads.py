@@ -63,7 +63,7 @@ class TopIds(LogProbs):
 class ValueHead:
     """Values of every token, and the gradient of a loss computed from them."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     function: LogProbs | HeadFunction
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
@@ -76,7 +76,7 @@ class ValueHead:
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
-            spans = pieces_of(hidden, self.piece, self.boundary.vocab)
+            spans = pieces_of(hidden, self.piece, self.stages.vocab)
             return torch.cat([self._of(hidden[:, at], targets[:, at]) for at in spans], 1)
 
     def gradient(
@@ -92,7 +92,7 @@ class ValueHead:
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)
-        for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+        for span in pieces_of(hidden, self.piece, self.stages.vocab):
             piece = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
                 values = self._of(piece, targets[:, span])[..., : given.shape[2]]
@@ -112,10 +112,10 @@ class ValueHead:
     def _of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         batch, tokens = targets.shape[:2]
         if isinstance(self.function, LogProbs):
-            rows = self.boundary.logits(hidden).flatten(0, 1)
+            rows = self.stages.logits(hidden).flatten(0, 1)
             found = self.function(rows, targets.reshape(batch * tokens, -1))
         else:
-            rows = self.boundary.final(hidden).flatten(0, 1)
+            rows = self.stages.final(hidden).flatten(0, 1)
             found = self.function(rows, targets.flatten(0, 1))
             if not isinstance(found, Tensor) or found.shape[:-1] != rows.shape[:1]:
                 what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -123,4 +123,4 @@ class ValueHead:
                     f"head: expected values [{len(rows)}, k] of {len(rows)} tokens, got {what}; "
                     "return a tensor with a row for each hidden state"
                 )
-        return found.to(accumulate_dtype(self.boundary.dtype)).view(batch, tokens, -1)
+        return found.to(accumulate_dtype(self.stages.dtype)).view(batch, tokens, -1)

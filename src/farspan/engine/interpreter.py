@@ -76,11 +76,11 @@ from farspan.spec import LayerSpec
 class Layers:
     """The decoder layers of a model, run unchanged by each cell."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
 
     def of(self, i: Forward) -> nn.Module:
         """Return the module that runs the layer of a cell on its chunk."""
-        return self.boundary.running[i.layer]
+        return self.stages.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SparingLayers(Layers):
 
     def of(self, i: Forward) -> nn.Module:
         self.adding.unread = i.layer in self.spared and (i.layer, i.chunk) in self.unread
-        return self.boundary.running[i.layer]
+        return self.stages.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class CutLayers(Layers):
         rank, chunk = self.program.share.rank, self.program.chunks[i.chunk]
         peers = [Rank(rank.layout, number) for number in rank.peers("tensor")]
         counts = [stop - start for start, stop in (peer.tokens(chunk) for peer in peers)]
-        if not any(counts):  # all run fillers (AttentionContext.is_filler)
+        if not any(counts):  # all run padding tokens (is_padding)
             counts = [1] * len(counts)
-        return self.tensor.shell(i.layer, self.boundary.layers[i.layer], counts)
+        return self.tensor.shell(i.layer, self.stages.layers[i.layer], counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class TiledLayers(Layers):
     shells: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
 
     def of(self, i: Forward) -> nn.Module:
-        layer = self.boundary.running[i.layer]
+        layer = self.stages.running[i.layer]
         if i.kept:
             return layer
         key = i.layer, not (i.graph and (i.layer, i.chunk) in self.unread)
@@ -167,7 +167,7 @@ class Registers:
 class Interpreter:
     """Run one program on one batch. All that changes is in `registers`."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     program: Program
     storage: ProgramBuffers
     inputs: StepInputs
@@ -200,7 +200,7 @@ class Interpreter:
     def recurrent(self) -> Recurrent:
         """What the cells of recurrent layers share."""
         slots = self.attention.slots
-        return Recurrent(self.boundary, self.program, self.storage, slots, self.attention)
+        return Recurrent(self.stages, self.program, self.storage, slots, self.attention)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -258,7 +258,7 @@ class Interpreter:
         if self.pipeline is not None:
             self.pipeline.finish()
         if now.loss is None:  # another pipeline stage has the head
-            return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
+            return torch.zeros((), dtype=torch.float64, device=self.stages.device)
         return now.loss
 
     def _stream_weights(self, i: Gather | Reduce, weights: StreamedWeights) -> None:
@@ -291,9 +291,9 @@ class Interpreter:
     # -- stages outside the layers -------------------------------------------------------------
 
     def _span(self, chunk: int) -> slice:
-        """Return the slice of a chunk's tokens that this rank runs: its own, or a filler."""
+        """Return the slice of a chunk's tokens that this rank runs: its own, or a padding token."""
         start, stop = self.program.share.tokens.ranges[chunk]
-        if not self.attention.is_filler(chunk):
+        if not self.attention.is_padding(chunk):
             return slice(start, stop)
         start = min(start, self.program.run.tokens - 1)
         return slice(start, start + 1)
@@ -308,7 +308,7 @@ class Interpreter:
     def _embed(self, chunk: int) -> Tensor:
         span = self._stand_at(chunk)
         with torch.no_grad():
-            hidden, calls = self.boundary.embed(
+            hidden, calls = self.stages.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
         if self.program.share.rank.layout.tensor == 1:
@@ -320,7 +320,7 @@ class Interpreter:
         parameters = self.head.parameters
         span = self._stand_at(chunk)
         with torch.enable_grad():
-            hidden, _ = self.boundary.embed(
+            hidden, _ = self.stages.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
         if parameters and hidden.requires_grad:  # PEFT may require it for no parameter
@@ -329,13 +329,13 @@ class Interpreter:
 
     def _head(self, chunk: int, gradient: bool) -> None:
         now = self.registers
-        layer, span, inputs = len(self.boundary.layers), self._span(chunk), self.inputs
+        layer, span, inputs = len(self.stages.layers), self._span(chunk), self.inputs
         hidden, targets = now.hidden.pop(layer), inputs.targets[:, span]
-        is_filler = self.attention.is_filler(chunk)
+        is_padding = self.attention.is_padding(chunk)
         if isinstance(self.head, ValueHead):
-            self._value_head(self.head, span, hidden, gradient=gradient, is_filler=is_filler)
+            self._value_head(self.head, span, hidden, gradient=gradient, is_padding=is_padding)
             return
-        if is_filler:
+        if is_padding:
             targets = torch.full_like(targets, IGNORED)
         weights = None if inputs.weights is None else inputs.weights[:, span]
         if gradient:
@@ -347,10 +347,10 @@ class Interpreter:
         now.loss = loss if now.loss is None else now.loss + loss
 
     def _value_head(
-        self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_filler: bool
+        self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_padding: bool
     ) -> None:
         now = self.registers
-        targets, layer = self.inputs.targets[:, span], len(self.boundary.layers)
+        targets, layer = self.inputs.targets[:, span], len(self.stages.layers)
         if hidden.shape[1] == 0:  # another rank has all tokens of the chunk
             if gradient:
                 now.gradient[layer] = hidden
@@ -359,7 +359,7 @@ class Interpreter:
             assert now.given is not None
             given = now.given[:, span]
             now.gradient[layer] = head.gradient(
-                hidden, targets, given * 0 if is_filler else given, self.gradients, now.own
+                hidden, targets, given * 0 if is_padding else given, self.gradients, now.own
             )
             return
         if now.given is not None:  # a repeated forward: the values are known
@@ -367,7 +367,7 @@ class Interpreter:
         values = head.values(hidden, targets)
         if now.values is None:
             now.values = values.new_zeros(*self.inputs.input_ids.shape, values.shape[2])
-        if not is_filler:
+        if not is_padding:
             now.values[:, span] = values
 
     def _close(self, group: int) -> None:
@@ -382,7 +382,7 @@ class Interpreter:
                 self.gradients.reduce(unit)
             return
         for layer in layers:
-            self.gradients.close(self.boundary.layers[layer].parameters())
+            self.gradients.close(self.stages.layers[layer].parameters())
         if outer:
             self.gradients.close(self.head.parameters)
 
@@ -390,7 +390,7 @@ class Interpreter:
         """Allocate the hidden states that a stage receives for a chunk, [B, C, hidden]."""
         span, run = self._span(chunk), self.program.run
         shape = run.batch, span.stop - span.start, self.program.model.hidden
-        return torch.empty(shape, dtype=self.storage.dtype, device=self.boundary.device)
+        return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
         """Return x [B, C, hidden] of a chunk in a buffer or slot."""
@@ -398,7 +398,7 @@ class Interpreter:
 
     def _load(self, buffer: str, chunk: int) -> Tensor:
         rows = self._x(buffer, chunk)
-        if self.attention.is_filler(chunk):
+        if self.attention.is_padding(chunk):
             return rows.new_zeros(len(rows), 1, rows.shape[2])
         return rows
 
@@ -421,17 +421,17 @@ class Interpreter:
         saved = self._saved(i, hidden, cell) if i.kept else None
         try:
             with torch.set_grad_enabled(i.graph), answering(cell):
-                entered, inlet = enter(hidden) if i.graph else (hidden, None)
+                entered, graph_input = enter(hidden) if i.graph else (hidden, None)
                 with nullcontext() if saved is None else saved.hooks():
                     out = layer(entered, *call.arguments, **call.keywords)
         except KVWritten:
             return
         out = out[0] if isinstance(out, tuple) else out
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
-        if inlet is not None:
+        if graph_input is not None:
             if saved is not None:
                 saved.seal(self._planned_cell(i))
-            now.graphs[i.layer, i.chunk] = cell, Graph(get_gradient_edge(out), inlet, saved)
+            now.graphs[i.layer, i.chunk] = cell, Graph(get_gradient_edge(out), graph_input, saved)
             cell.write_kv = cell.held = None
         elif i.hold:
             assert cell.held is not None
@@ -458,7 +458,7 @@ class Interpreter:
         self, i: Forward, hidden: Tensor, cell: ChunkAttention | RecurrentCell
     ) -> SavedActivations:
         """Return the store for the tensors that autograd saves in a kept graph."""
-        layer = self.boundary.layers[i.layer]
+        layer = self.stages.layers[i.layer]
         tensors = *layer.parameters(), *layer.buffers()
         return SavedActivations(tensors, self._named(i.layer, hidden, cell))
 
@@ -521,13 +521,13 @@ class Interpreter:
             parameters,
             [now.gradient.pop(i.layer + 1), *gradients],
             left=left,
-            inlets=cell.inlets,
+            graph_inputs=cell.graph_inputs,
         )
         self.gradients.add(parameters, found)
         self.recurrent.add(coming, i, cell)
 
     def _trained(self, layer: int) -> list[nn.Parameter]:
-        return [p for p in self.boundary.layers[layer].parameters() if p.requires_grad]
+        return [p for p in self.stages.layers[layer].parameters() if p.requires_grad]
 
     def _restore(self, i: Backward, cell: ChunkAttention | RecurrentCell, graph: Graph) -> None:
         if graph.saved is not None:
@@ -559,7 +559,7 @@ class Interpreter:
         if now.calls[0] != chunk:
             with torch.no_grad():
                 batch, positions = self.program.run.batch, self._positions(chunk)
-                now.calls = chunk, self.boundary.calls(batch, positions)
+                now.calls = chunk, self.stages.calls(batch, positions)
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
@@ -568,6 +568,6 @@ class Interpreter:
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]
-        if self.attention.is_filler(chunk):
+        if self.attention.is_padding(chunk):
             return positions[:, self._span(chunk)].expand(-1, rank.layout.tensor)
         return positions[:, slice(*rank.tokens(self.program.chunks[chunk], "tensor"))]

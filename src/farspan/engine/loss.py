@@ -172,7 +172,7 @@ class LossHead:
     """Cross-entropy summed over trained tokens and divided by a count known before the step. The
     scale is right for every piece, chunk, micro-batch and rank."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     count: int  # trained tokens the mean is taken over, at least 1
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
@@ -183,19 +183,19 @@ class LossHead:
         C]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
-            for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+            for span in pieces_of(hidden, self.piece, self.stages.vocab):
                 total += self._loss(hidden[:, span], targets[:, span], _part(weights, span))
         return total
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token, [B, C], 0 for tokens without a target."""
         with torch.no_grad():
-            spans = pieces_of(hidden, self.piece, self.boundary.vocab)
+            spans = pieces_of(hidden, self.piece, self.stages.vocab)
             found = [self._losses(hidden[:, at], targets[:, at]) for at in spans]
             return torch.cat(found, 1)
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.boundary.logits(hidden)
+        logits = self.stages.logits(hidden)
         rows, wanted = logits.flatten(0, 1), targets.flatten()
         if self._takes(logits):
             return cross_entropy(rows, wanted, ignored=IGNORED).view(targets.shape)
@@ -214,7 +214,7 @@ class LossHead:
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
-        for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+        for span in pieces_of(hidden, self.piece, self.stages.vocab):
             piece = hidden[:, span].detach().requires_grad_()
             loss, (dpiece, *dweights) = self._differentiate(
                 piece, targets[:, span], _part(weights, span)
@@ -237,7 +237,7 @@ class LossHead:
             return loss.detach(), torch.autograd.grad(loss, wanted, allow_unused=True)
         saved: set[int] = set()
         with torch.enable_grad(), _noting(saved):
-            logits = self.boundary.logits(piece)
+            logits = self.stages.logits(piece)
             if not self._takes(logits):
                 loss = self._cross_entropy(logits, targets, weights)
                 return loss.detach(), torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -255,7 +255,7 @@ class LossHead:
         return self.fused and fused_for(logits.device, logits.dtype)
 
     def _loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        logits = self.boundary.logits(hidden)
+        logits = self.stages.logits(hidden)
         if not logits.requires_grad and self._takes(logits):
             losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignored=IGNORED)
             losses = losses if weights is None else losses * weights.flatten()

@@ -188,12 +188,12 @@ def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> No
     GPU cannot hold the new bytes. All ranks call it, and raise the same error if one of them is
     short."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
-    _refuse_too_small(step.boundary.device, expected, ranks)
+    _refuse_too_small(step.stages.device, expected, ranks)
     needed = expected.new_host
     what = f"the host arena ({expected.host_arena:,} bytes)"
     if expected.host_gradients:
         what += f" with the gradients ({expected.host_gradients:,})"
-    if step.boundary.device.type == "cpu":
+    if step.stages.device.type == "cpu":
         needed += expected.new_device + optimizer
         what = (
             f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
@@ -248,7 +248,7 @@ def least_transient(program: Program) -> int:
 
 def _static(step: Step, program: Program) -> MemoryEstimate:
     # Counts this rank's shards of a sharded model; layers of other stages are on meta.
-    parameters = {id(p): p for p in step.boundary.model.parameters() if not p.is_meta}.values()
+    parameters = {id(p): p for p in step.stages.model.parameters() if not p.is_meta}.values()
     trained = [p for p in parameters if p.requires_grad]
     found = MemoryEstimate(
         device_arena=program.arena_bytes[Tier.DEVICE],
@@ -260,7 +260,7 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
         transient=0,
     )
     if step.far is not None:
-        held = step.far.held_bytes(step.boundary.device, step.boundary.dtype)
+        held = step.far.held_bytes(step.stages.device, step.stages.dtype)
         found = replace(found, index=held)
     if step.weights is not None:
         return replace(
@@ -279,7 +279,7 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
 def _accumulators(step: Step, program: Program) -> int:
     """Return the bytes of sums of the widest group and of parameters outside the layers. Sums exist
     where gradients are narrower than sums, or are summed over ranks."""
-    sharded_model, layers = step.sharded_model, step.boundary.layers
+    sharded_model, layers = step.sharded_model, step.stages.layers
 
     def size(parameters: Iterable[nn.Parameter]) -> int:
         return sum(
@@ -299,7 +299,7 @@ def _accumulators(step: Step, program: Program) -> int:
     groups = [program.groups[group] for group in program.own_groups()]
     widest = max(sum(size(of_layer(layer)) for layer in range(*group)) for group in groups)
     outer = (
-        step.boundary.outer_parameters()
+        step.stages.outer_parameters()
         if sharded_model is None
         else sharded_model.outer_parameters()
     )

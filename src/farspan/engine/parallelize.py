@@ -262,25 +262,25 @@ def parallelize(
     """
     several = ranks.layout.devices() > 1  # programs of a single rank gather nothing
     with ranks.agreement("parallelize") as same:
-        boundary = CausalLMStages(model)
-        refuse_dropout(boundary.model, is_cut=ranks.layout.tensor > 1)
+        stages = CausalLMStages(model)
+        refuse_dropout(stages.model, is_cut=ranks.layout.tensor > 1)
         if stage is None:
             stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
         same.add({"stage": stage, "offload": str(offload), "keep": str(keep)})
         same.add({"kernels": repr(kernels)})
         refuse_schedule(same, schedule, ranks.layout, stage)
-    on_rank0, on_host = is_on_rank0_only(ranks, boundary.model), schedule.weights is Tier.HOST
-    device = ranks.device if on_rank0 or on_host else boundary.device
-    inspect = partial(_inspect, boundary, schedule, ranks.layout, device, kernels or Kernels())
-    inspected = run_on_rank0(inspect) if on_rank0 else _inspected(ranks, boundary, inspect)
-    weights = Rank0Weights.of(ranks, boundary.model) if on_rank0 else None
+    on_rank0, on_host = is_on_rank0_only(ranks, stages.model), schedule.weights is Tier.HOST
+    device = ranks.device if on_rank0 or on_host else stages.device
+    inspect = partial(_inspect, stages, schedule, ranks.layout, device, kernels or Kernels())
+    inspected = run_on_rank0(inspect) if on_rank0 else _inspected(ranks, stages, inspect)
+    weights = Rank0Weights.of(ranks, stages.model) if on_rank0 else None
     peers = ranks.among(*OF_WEIGHTS, alone=False)
     outer = ranks.among(*OF_WEIGHTS, "pipeline", alone=False)
     with ranks.agreement("parallelize: cutting the model"):
-        layers, tensor = list(boundary.layers), _cut_layers(boundary, ranks)
-        here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
+        layers, tensor = list(stages.layers), _cut_layers(stages, ranks)
+        here = range(len(layers)) if keep else _drop_other_stages(stages, schedule, ranks)
         sharded = ShardedParameters(
-            boundary.model,
+            stages.model,
             layers,
             peers,
             device,
@@ -291,8 +291,8 @@ def parallelize(
         )
     if weights is not None:
         weights.give(partial(_fill, sharded, tensor))
-    spec, tiles, now = inspected.spec, inspected.tiles, inside(boundary.model)
-    return ShardedModel(ranks, spec, boundary.dtype, sharded, tensor, tiles, now)
+    spec, tiles, now = inspected.spec, inspected.tiles, inside(stages.model)
+    return ShardedModel(ranks, spec, stages.dtype, sharded, tensor, tiles, now)
 
 
 def refuse_schedule(same: Agreement, schedule: Schedule, layout: Layout, stage: Stage) -> None:
@@ -320,7 +320,7 @@ class _Inspected:
 
 
 def _inspect(
-    boundary: CausalLMStages,
+    stages: CausalLMStages,
     schedule: Schedule,
     layout: Layout,
     device: torch.device,
@@ -329,47 +329,47 @@ def _inspect(
     """Inspect a model whose cells will run on `device`. Raises UnsupportedError for a model that
     cannot be sharded exactly."""
     if layout.tensor == 1:
-        fuse(boundary, kernels, device)
-    spec = describe(boundary, device)
+        fuse(stages, kernels, device)
+    spec = describe(stages, device)
     local_heads(spec, layout)
-    tiles = () if schedule.mlp_chunk_size is None else tokenwise(boundary)
+    tiles = () if schedule.mlp_chunk_size is None else tokenwise(stages)
     if layout.tensor > 1:
-        plan = plan_tensor(boundary.model, boundary.layers, layout.tensor)
-        check_layers(plan, boundary.layers, partial(_run, boundary))
+        plan = plan_tensor(stages.model, stages.layers, layout.tensor)
+        check_layers(plan, stages.layers, partial(_run, stages))
     return _Inspected(spec, tiles)
 
 
 def _inspected(
-    ranks: ParallelContext, boundary: CausalLMStages, inspect: Callable[[], _Inspected]
+    ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
     """Inspect the whole model on every rank. Raises UnsupportedError if the models differ."""
     with ranks.agreement("parallelize: comparing the models") as same:
-        same.add({"model": described(inside(boundary.model), boundary)})
-        same.add(weight_facts(boundary.model))
-        same.add({"numbers": dict(boundary.model.named_buffers())})
+        same.add({"model": described(inside(stages.model), stages)})
+        same.add(weight_facts(stages.model))
+        same.add({"numbers": dict(stages.model.named_buffers())})
     with ranks.agreement("parallelize: running the layers"):
         return inspect()
 
 
-def _cut_layers(boundary: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
+def _cut_layers(stages: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
     """Cut the layers' weights to this rank's slices, with tensor parallelism."""
     if ranks.layout.tensor == 1:
         return None
-    plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
+    plan = plan_tensor(stages.model, stages.layers, ranks.layout.tensor)
     tensor = TensorParallel(plan, ranks.among("tensor"))
-    tensor.cut_layers(boundary.layers)
+    tensor.cut_layers(stages.layers)
     return tensor
 
 
-def _run(boundary: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
+def _run(stages: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
     """Run a layer on random hidden states."""
     dtype = next(layer.parameters()).dtype
-    generator = torch.Generator(boundary.device).manual_seed(index)
-    shape = 2, PROBED, boundary.width
-    hidden = torch.randn(shape, generator=generator, dtype=dtype, device=boundary.device)
-    positions = torch.arange(PROBED, device=boundary.device)[None]
-    with routed(boundary.model), answering(answer_densely):
-        call: LayerCall = boundary.calls(2, positions)[index]
+    generator = torch.Generator(stages.device).manual_seed(index)
+    shape = 2, PROBED, stages.width
+    hidden = torch.randn(shape, generator=generator, dtype=dtype, device=stages.device)
+    positions = torch.arange(PROBED, device=stages.device)[None]
+    with routed(stages.model), answering(answer_densely):
+        call: LayerCall = stages.calls(2, positions)[index]
         return run_layer(layer, hidden, cast_call(call, dtype))
 
 
@@ -380,19 +380,19 @@ def _fill(
 
 
 def _drop_other_stages(
-    boundary: CausalLMStages, schedule: Schedule, ranks: ParallelContext
+    stages: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
     """Move the layers of other pipeline stages to the meta device; return the indexes of this
     stage's."""
-    stages = ranks.layout.pipeline
-    groups = group_ranges(schedule, len(boundary.layers), stages)
+    pipeline_stages = ranks.layout.pipeline
+    groups = group_ranges(schedule, len(stages.layers), pipeline_stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))
     here: list[int] = []
     for group, (start, stop) in enumerate(groups):
         if group in own:
             here += range(start, stop)
         else:
-            for layer in boundary.layers[start:stop]:
+            for layer in stages.layers[start:stop]:
                 layer.to("meta")
     return here
 

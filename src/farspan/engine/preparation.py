@@ -55,7 +55,7 @@ class PreparedModel:
     """A model in one state, with everything that steps derive from it."""
 
     model: nn.Module  # the user's, with its wrappers
-    boundary: CausalLMStages
+    stages: CausalLMStages
     schedule: Schedule | None  # None: not planned yet
     sharded: ShardedModel | None
     weights: StreamedWeights | None  # None: they stay on the device
@@ -77,7 +77,7 @@ class PreparedModel:
         """Raise UnsupportedError if the model cannot be trained, or evaluated."""
         if trains in self._accepted:
             return
-        model = self.boundary.model
+        model = self.stages.model
         if trains and self.sharded is None:  # a rank may train nothing
             refuse_untrained(model)
         if trains:
@@ -90,23 +90,23 @@ class PreparedModel:
         if self.sharded is not None:
             same.add({"model": self._described})
             idle = self.weights is None or not self.weights.is_updating()
-            self.sharded.compare(same, self.boundary, weights=idle)
+            self.sharded.compare(same, self.stages, weights=idle)
 
     @cached_property
     def _described(self) -> Described:
-        return described(self.look, self.boundary)
+        return described(self.look, self.stages)
 
     def is_current(self) -> bool:
         """Return whether weights in main memory still are where they were."""
-        return self.weights is None or self.weights.is_of(self.boundary)
+        return self.weights is None or self.weights.is_of(self.stages)
 
     def trains(self) -> bool:
-        return any(p.requires_grad for p in self.boundary.model.parameters())
+        return any(p.requires_grad for p in self.stages.model.parameters())
 
     def marks(self, head: object, own: list[nn.Parameter]) -> object:
         """Return a value that compares unequal after weights, those of a head (`own`), or the set
         of trained ones, have changed."""
-        found = [*self.boundary.model.parameters()]
+        found = [*self.stages.model.parameters()]
         if self.sharded is not None:
             found = [*self.sharded.sharded.parameters().values()]
         found += own
@@ -144,29 +144,29 @@ def prepare(
         weights: Streamed weights to use on, if they are of the model's present state.
     """
     on_host = is_on_host(schedule, sharded)
-    boundary = _stages(model, sharded, device, on_host=on_host)
-    _refuse(boundary, sharded)
+    stages = _stages(model, sharded, device, on_host=on_host)
+    _refuse(stages, sharded)
     if wanted.compile:
-        compile_layers(boundary)
-    at, dtype = boundary.device, boundary.dtype
+        compile_layers(stages)
+    at, dtype = stages.device, stages.dtype
     fused = wanted.fused and fused_for(at, dtype)
     kernels = attention_kernels(wanted, at, dtype, fused=fused)
     linears = AccumulatingLinears()
     if sharded is None or sharded.tensor is None:  # slices of weights have their own shells
         linears.adds = wanted.accumulate and adds_products(at, dtype)
-        fuse(boundary, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
-    spec = describe(boundary.in_place(), at) if sharded is None else sharded.spec
+        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
+    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
     streamed = None
     if on_host:
-        kept = weights if weights is not None and weights.is_of(boundary) else None
-        streamed = kept or StreamedWeights(boundary)
+        kept = weights if weights is not None and weights.is_of(stages) else None
+        streamed = kept or StreamedWeights(stages)
         spec = streamed.counted(spec)
     kernels.refuse(spec)
     if schedule is not None:
         schedule.group_sizes(len(spec.layers))
     return PreparedModel(
         model,
-        boundary,
+        stages,
         schedule,
         sharded,
         streamed,
@@ -175,12 +175,12 @@ def prepare(
         nullcontext if kernels.is_ready() else kernels.ready,
         fused,
         linears,
-        spared_layers(boundary) if fused and sharded is None else frozenset(),
-        _tiles(boundary, schedule, sharded),
-        _outer(boundary, sharded, streamed),
-        _drops(boundary.model),
-        context_limit(boundary.model),
-        _look_at(model, boundary, sharded),
+        spared_layers(stages) if fused and sharded is None else frozenset(),
+        _tiles(stages, schedule, sharded),
+        _outer(stages, sharded, streamed),
+        _drops(stages.model),
+        context_limit(stages.model),
+        _look_at(model, stages, sharded),
     )
 
 
@@ -197,21 +197,21 @@ def _stages(
     *,
     on_host: bool,
 ) -> CausalLMStages:
-    boundary = CausalLMStages(model, None if sharded is None else sharded.sharded.device)
+    stages = CausalLMStages(model, None if sharded is None else sharded.sharded.device)
     if not on_host and device is None:
-        return boundary
-    return CausalLMStages(model, computing_device(boundary.device, device, on_host, sharded))
+        return stages
+    return CausalLMStages(model, computing_device(stages.device, device, on_host, sharded))
 
 
-def _refuse(boundary: CausalLMStages, sharded: ShardedModel | None) -> None:
-    if boundary.dtype is torch.float16:
+def _refuse(stages: CausalLMStages, sharded: ShardedModel | None) -> None:
+    if stages.dtype is torch.float16:
         raise UnsupportedError(
             "model: float16 gradients of a long sequence's mean loss vanish without loss scaling; "
             "load the model in bfloat16 or float32"
         )
-    refuse_dropout(boundary.model, is_cut=sharded is not None and sharded.tensor is not None)
+    refuse_dropout(stages.model, is_cut=sharded is not None and sharded.tensor is not None)
     if sharded is None:
-        refuse_places(boundary.model)
+        refuse_places(stages.model)
 
 
 def _drops(model: nn.Module) -> bool:
@@ -220,12 +220,12 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _tiles(
-    boundary: CausalLMStages, schedule: Schedule | None, sharded: ShardedModel | None
+    stages: CausalLMStages, schedule: Schedule | None, sharded: ShardedModel | None
 ) -> tuple[tuple[Tokenwise, ...], ...]:
     if schedule is None or schedule.mlp_chunk_size is None:
         return ()
     if sharded is None:
-        return tokenwise(boundary.in_place())
+        return tokenwise(stages.in_place())
     if not sharded.tiles:
         raise UnsupportedError(
             "mlp_chunk_size: the model was sharded without mlp_chunk_size; call parallelize again "
@@ -235,18 +235,18 @@ def _tiles(
 
 
 def _outer(
-    boundary: CausalLMStages, sharded: ShardedModel | None, weights: StreamedWeights | None
+    stages: CausalLMStages, sharded: ShardedModel | None, weights: StreamedWeights | None
 ) -> tuple[nn.Parameter, ...]:
     if weights is not None:
         return weights.trained_outside()
     if sharded is not None:
         return sharded.outer_parameters()
-    return tuple(boundary.outer_parameters())
+    return tuple(stages.outer_parameters())
 
 
-def _look_at(model: nn.Module, boundary: CausalLMStages, sharded: ShardedModel | None) -> Look:
+def _look_at(model: nn.Module, stages: CausalLMStages, sharded: ShardedModel | None) -> Look:
     """Look at the model; at a sharded one without attributes that trainers set."""
-    return look(model) if sharded is None else inside(boundary.model)
+    return look(model) if sharded is None else inside(stages.model)
 
 
 @dataclass
@@ -280,7 +280,7 @@ class Preparations:
         self._kept.clear()
         on_host = is_on_host(schedule, self.sharded)
         if on_host and self.sharded is None:
-            self.device = was.boundary.device
+            self.device = was.stages.device
         if on_host != (was.weights is not None):
             self.keep_whole()
         self.begin(was.weights)
@@ -289,7 +289,7 @@ class Preparations:
         """Return the model as it is now, prepared again if it has changed. Raises UnsupportedError
         as a new step does, and if it cannot be trained, or evaluated."""
         was = self.now
-        seen = _look_at(self.model, was.boundary, self.sharded)
+        seen = _look_at(self.model, was.stages, self.sharded)
         if self.sharded is not None:
             self._refuse_edits(self.sharded, seen)
         if seen != was.look or not was.is_current():
@@ -318,12 +318,12 @@ class Preparations:
                 weights=weights,
             )
         if self.now.weights is not None:  # their model's device is another from now on
-            self.device = self.now.boundary.device
+            self.device = self.now.stages.device
         self._kept.append(self.now)
 
     def _refuse_edits(self, sharded: ShardedModel, seen: Look) -> None:
         """Check a sharded model's state; its layers cannot be probed again."""
-        sharded.sharded.refuse_replaced(self.now.boundary.model)
+        sharded.sharded.refuse_replaced(self.now.stages.model)
         edit = first_edit(self.now.look, seen, _WHILE_SHARDED) if seen != self.now.look else None
         if edit is not None:
             raise UnsupportedError(

@@ -132,7 +132,7 @@ class _Subject:
         gradients = sums or NoSums(meter)
         self.linears.gradients = gradients
         return Interpreter(
-            boundary=self.stages,
+            stages=self.stages,
             program=program,
             storage=ProgramBuffers(
                 program, dict.fromkeys(Tier, self.arena), dtype, CopyEngine(META)

@@ -241,7 +241,7 @@ class SparedLayers(Layers):
 
     def of(self, i: Forward) -> nn.Module:
         self.linears.unread = self.unread
-        return self.boundary.running[i.layer]
+        return self.stages.running[i.layer]
 
 
 @dataclass(slots=True)

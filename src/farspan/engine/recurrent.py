@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from farspan.engine.attention_op import AttentionContext
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffers
-from farspan.engine.gradients import Inlet, RunChunk, enter
+from farspan.engine.gradients import GraphInput, RunChunk, enter
 from farspan.hf.dropout import Draws, Place
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
@@ -55,7 +55,7 @@ class RecurrentCell:
     q_start: int
     before: Rows  # state from the previous chunk
     only_state: bool = False  # the output is not needed
-    inlets: list[Inlet] = field(default_factory=list)  # of the tensors in `before`
+    graph_inputs: list[GraphInput] = field(default_factory=list)  # of the tensors in `before`
     after: Rows = field(default_factory=dict)
     edges: list[GradientEdge] = field(default_factory=list)  # of the tensors in `after`
     draws: Draws | None = None
@@ -86,8 +86,8 @@ class RecurrentCell:
 
     def _enter(self) -> None:
         for name, state in self.before.items():
-            self.before[name], inlet = enter(state)
-            self.inlets.append(inlet)
+            self.before[name], graph_input = enter(state)
+            self.graph_inputs.append(graph_input)
 
     def _hand_on(self, hidden: Tensor) -> None:
         wanted, handed = frozenset(s.name for s in self.spec.state), []
@@ -105,8 +105,8 @@ class RecurrentCell:
         self.before, self.after = {}, {}
 
     def forget(self) -> None:
-        """Drop the graph's inlets and edges; the graph is built again."""
-        self.inlets, self.edges = [], []
+        """Drop the graph's graph_inputs and edges; the graph is built again."""
+        self.graph_inputs, self.edges = [], []
 
     def _states(self, piece: _DocumentPiece) -> RecurrentStates:
         if not piece.goes_on:
@@ -129,7 +129,7 @@ class RecurrentCell:
 class Recurrent:
     """The recurrent cells of one program's run on one batch."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     program: Program
     storage: ProgramBuffers
     slots: StagingBuffers
@@ -141,7 +141,7 @@ class Recurrent:
         """Return the cell with the state from the previous chunk."""
         return RecurrentCell(
             self.program.model.layers[i.layer],
-            self.boundary.layers[i.layer],
+            self.stages.layers[i.layer],
             list(self._pieces(i.layer, i.chunk)),
             partial(self._call, i),
             self.program.chunks[i.chunk][0],
@@ -183,12 +183,12 @@ class Recurrent:
             return
         start, stop = self.program.share.keys.rows[i.chunk - 1]
         batch, whole = self.program.run.batch, {}
-        for state, inlet in zip(cell.spec.state, cell.inlets, strict=True):
+        for state, graph_input in zip(cell.spec.state, cell.graph_inputs, strict=True):
             shape = stop - start, batch, state.row
             whole[state.name] = rows = torch.zeros(
-                shape, dtype=self.storage.accumulate_dtype, device=self.boundary.device
+                shape, dtype=self.storage.accumulate_dtype, device=self.stages.device
             )
-            for gradient in inlet.sink:  # empty if documents begin with the chunk
+            for gradient in graph_input.sink:  # empty if documents begin with the chunk
                 _held(rows, state).copy_(gradient)
         for low, high in self._spans(i.chunk, i.prefix):
             prefix.tensors(low, high)
@@ -241,7 +241,7 @@ class Recurrent:
             batch = len(range(*piece.rows.indices(self.program.run.batch)))
             with torch.no_grad():
                 both = torch.cat([positions, more], dim=1)
-                self.calls[key] = self.boundary.calls(batch, both)
+                self.calls[key] = self.stages.calls(batch, both)
         return self.calls[key][i.layer]
 
     def _prefix(self, layer: int, chunk: int, name: str, sums: str | None = None) -> KVPrefix:

@@ -57,8 +57,8 @@ def reference_logits(
     softmax in float32 and cannot tell 1e-8 from 1e-16. Needs memory for N x N scores. For a sparse
     schedule's function pass its `attend`. A model with recurrent layers, which ignore documents,
     runs one document at a time."""
-    boundary = CausalLMStages(model)
-    batch = make_inputs(input_ids, input_ids.long(), document_ids, boundary.vocab)
+    stages = CausalLMStages(model)
+    batch = make_inputs(input_ids, input_ids.long(), document_ids, stages.vocab)
     documents, calls = document_ids, 0
 
     def attention(
@@ -70,11 +70,11 @@ def reference_logits(
         return attended(own, q, k, v, scale, keywords, document_ids=documents)
 
     def logits_of(ids: Tensor, positions: Tensor) -> Tensor:
-        return boundary.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return stages.model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
-    with routed(boundary.model), answering(attention):
+    with routed(stages.model), answering(attention):
         logits = logits_of(input_ids, batch.position_ids)
-        if batch.documents is not None and calls < len(boundary.layers):
+        if batch.documents is not None and calls < len(stages.layers):
             documents = None
             logits = _one_by_one(batch, batch.documents, logits_of)
     return logits.to(accumulate_dtype(logits.dtype))

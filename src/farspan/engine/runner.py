@@ -123,8 +123,8 @@ class Runner:
 
     def follow(self, model: PreparedModel) -> None:
         """Move to the device on which the model computes now."""
-        if model.boundary.device != self.memory.device:
-            self._compute_on(StepMemory.on(model.boundary.device))
+        if model.stages.device != self.memory.device:
+            self._compute_on(StepMemory.on(model.stages.device))
             model.programs.clear()  # of an earlier time on this device, in memory that is gone
 
     def program(
@@ -144,7 +144,7 @@ class Runner:
                 del known[next(iter(known))]
             rank = ONLY if model.sharded is None else model.sharded.rank
             program = build(model.spec, RunSpec(batch, tokens), model.schedule, rank)
-            dtype, arenas = model.boundary.dtype, self.memory.arenas
+            dtype, arenas = model.stages.dtype, self.memory.arenas
             storage = ProgramBuffers(program, arenas, dtype, self.copies)
             known[key] = PreparedProgram(program, storage)
         found: PreparedProgram = known[key]
@@ -165,14 +165,14 @@ class Runner:
         gradients, program = accumulator(model), prepared.program
         with self.issuing(model, program, gradients, inputs.draws):
             tokens = program.schedule.loss_chunk_size
-            head = LossHead(model.boundary, count, tokens, model.outer, model.fused)
+            head = LossHead(model.stages, count, tokens, model.outer, model.fused)
             interpreter = self.interpreter(model, prepared, inputs, head, gradients)
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if model.sharded is not None:
                 model.sharded.ranks.among(*AXES).sum(loss)
         if interpreter.attention.far is not None:
             self._seen = interpreter.attention.far.seen or self._seen
-        return loss.to(accumulate_dtype(model.boundary.dtype))
+        return loss.to(accumulate_dtype(model.stages.dtype))
 
     @contextmanager
     def issuing(
@@ -197,7 +197,7 @@ class Runner:
             model.linears.gradients = gradients
             self.copies.begin()
             try:
-                user, slots = model.boundary.model, arenas[Tier.DEVICE]
+                user, slots = model.stages.model, arenas[Tier.DEVICE]
                 streamed = nullcontext() if weights is None else weights.in_slots(program, slots)
                 dropping = drawing(user, draws) if draws or model.drops else nullcontext()
                 plain = uncast(user.parameters())
@@ -230,7 +230,7 @@ class Runner:
         """Return the interpreter of a program on a batch."""
         prepared.storage.copies = self.copies  # others while recording or replaying
         return Interpreter(
-            boundary=model.boundary,
+            stages=model.stages,
             program=prepared.program,
             storage=prepared.storage,
             inputs=inputs,
@@ -279,7 +279,7 @@ class Runner:
 def accumulator(model: PreparedModel) -> GradientAccumulator:
     """Return the sums of a call's gradients."""
     sharded = model.sharded
-    hooked = () if sharded else (p for p in model.boundary.model.parameters() if is_hooked(p))
+    hooked = () if sharded else (p for p in model.stages.model.parameters() if is_hooked(p))
     return GradientAccumulator(None if sharded is None else sharded.reduce, hooked)
 
 
@@ -298,16 +298,16 @@ def _layers(
     gradients: GradientAccumulator,
     draws: Draws | None,
 ) -> Layers:
-    program, boundary = prepared.program, model.boundary
+    program, stages = prepared.program, model.stages
     tokens = program.schedule.mlp_chunk_size
     if model.sharded is not None and model.sharded.tensor is not None:
-        return CutLayers(boundary, model.sharded.tensor, program)
+        return CutLayers(stages, model.sharded.tensor, program)
     if tokens is not None:
         add = gradients.add
-        return TiledLayers(boundary, model.tiles, tokens, prepared.unread, add, draws)
+        return TiledLayers(stages, model.tiles, tokens, prepared.unread, add, draws)
     if not model.spared:
-        return Layers(boundary)
-    return SparingLayers(boundary, model.linears, prepared.unread, model.spared)
+        return Layers(stages)
+    return SparingLayers(stages, model.linears, prepared.unread, model.spared)
 
 
 class Counter:

@@ -107,7 +107,7 @@ class Step:
 
     # The model as the latest call found it, with everything that steps derive from it.
     prepared_model = _OfPart[PreparedModel]("_calls.models.now")
-    boundary = _OfPart[CausalLMStages]("prepared_model.boundary")
+    stages = _OfPart[CausalLMStages]("prepared_model.stages")
     model_spec = _OfPart[ModelSpec]("prepared_model.spec")
     kernels = _OfPart[AttentionKernels]("prepared_model.kernels")
     weights = _OfPart[StreamedWeights | None]("prepared_model.weights")
@@ -153,7 +153,7 @@ class Step:
         with agreement(context, "Step: preparing"):
             far = None if asked is None else far_step(asked, selector)
             models.begin(weights)
-            memory = StepMemory.on(models.now.boundary.device, memory)
+            memory = StepMemory.on(models.now.stages.device, memory)
         self.head, self.runner = head, Runner(memory, overlap, far, progress, poison)
         self._calls = Calls(models, self.runner, planner, seed, neftune_alpha)
 

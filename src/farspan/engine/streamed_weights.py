@@ -117,24 +117,24 @@ class StreamedWeights:
     """Weights of a model in main memory: unit l is layer l, the last is everything outside the
     layers. The first step with gradients allocates memory for them."""
 
-    def __init__(self, boundary: CausalLMStages, ranks: ParallelContext | None = None) -> None:
-        """Move the model to main memory, in place; steps compute on the boundary's device. Raises
+    def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
+        """Move the model to main memory, in place; steps compute on the model's device. Raises
         UnsupportedError for a model with parameters that hold more than numbers, or that layers
         share."""
-        packed = format_of(boundary.model.config) or {}
+        packed = format_of(stages.model.config) or {}
         by = packed.get("quant_method", BITSANDBYTES)
         if by != BITSANDBYTES:  # some keep numbers in buffers, too
             raise UnsupportedError(
                 f"weights: the model is quantised by {by}, and host moves plain weights and those "
                 f"of {BITSANDBYTES}; use device"
             )
-        self.device = boundary.device
-        self._model, self._layers = boundary.model, list(boundary.layers)
-        self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
+        self.device = stages.device
+        self._model, self._layers = stages.model, list(stages.layers)
+        self._weights, self._sums = (Arena(Tier.HOST, stages.device) for _ in range(2))
         layers = self._layers
         # A pipeline stage has other stages' layers on the meta device.
         here = [i for i, of in enumerate(layers) if not any(p.is_meta for p in of.parameters())]
-        found = find_parameters(boundary.model, layers, here, "weights", "weights: device")
+        found = find_parameters(stages.model, layers, here, "weights", "weights: device")
         self._units = [_StreamedUnit() for _ in found]
         self._left: list[_Streamed] = []  # with gradients evicted in this step
         self._received: list[nn.Parameter] = []
@@ -196,15 +196,15 @@ class StreamedWeights:
             p.home = None
         self._sums.release()
 
-    def is_of(self, boundary: CausalLMStages) -> bool:
+    def is_of(self, stages: CausalLMStages) -> bool:
         """Return whether these are the model's weights in its present state. Its modules have
         exactly these parameters, the same ones are trained, and they still lie here. Another step
         may have moved them, or the user replaced them."""
-        here = self._model is boundary.model and self.device == boundary.device
-        if not here or self._layers != list(boundary.layers):
+        here = self._model is stages.model and self.device == stages.device
+        if not here or self._layers != list(stages.layers):
             return False
         known = {(id(module), name): p for p in self._all() for module, name in p.slots}
-        for module in boundary.model.modules():
+        for module in stages.model.modules():
             for name, own in module._parameters.items():
                 if own is None or own.is_meta:  # of another pipeline stage
                     continue

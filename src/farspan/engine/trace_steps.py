@@ -246,7 +246,7 @@ def trace_cells(
         states = AdamWStates(model) if optimizer else None
     if states is not None:
         recorder.keep(states.tensors)
-    boundary = CausalLMStages(model)
+    stages = CausalLMStages(model)
     host = Arena(Tier.DEVICE, META)  # also on the meta device: nothing is really copied
     host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
     arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}
@@ -254,7 +254,7 @@ def trace_cells(
         for step, program in enumerate(programs):
             recorder.mark(f"step {step}")
             arenas[Tier.DEVICE].reserve(program.arena_bytes[Tier.DEVICE])
-            _trace_program(boundary, program, arenas, recorder)
+            _trace_program(stages, program, arenas, recorder)
             recorder.mark("optimizer")
             if states is not None:
                 states.update()
@@ -264,15 +264,15 @@ def trace_cells(
 
 
 def _trace_program(
-    boundary: CausalLMStages, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
+    stages: CausalLMStages, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
 ) -> None:
     shape = program.run.batch, program.run.tokens
     # Tokens, targets and positions. One token fewer is trained than counted; no size depends on it.
     ids, targets = (torch.zeros(shape, dtype=torch.long, device=META) for _ in range(2))
     inputs = StepInputs(ids, targets, torch.zeros_like(ids[:1]), None)
-    storage = ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META))
-    outer = tuple(boundary.outer_parameters())
-    head = LossHead(boundary, shape[1], program.schedule.loss_chunk_size, outer)
+    storage = ProgramBuffers(program, arenas, stages.dtype, CopyEngine(META))
+    outer = tuple(stages.outer_parameters())
+    head = LossHead(stages, shape[1], program.schedule.loss_chunk_size, outer)
     names = map(_mark_name, program.instructions)
     last = ""
 
@@ -285,18 +285,18 @@ def _trace_program(
             recorder.mark(name)
 
     interpreter = Interpreter(
-        boundary=boundary,
+        stages=stages,
         program=program,
         storage=storage,
         inputs=inputs,
         head=head,
         gradients=GradientAccumulator(),
         after=mark,
-        layers=Layers(boundary),
-        kernels=MetaKernels(META, boundary.dtype),
+        layers=Layers(stages),
+        kernels=MetaKernels(META, stages.dtype),
     )
     mark()
-    with routed(boundary.model), uncast(boundary.model.parameters()):
+    with routed(stages.model), uncast(stages.model.parameters()):
         interpreter.run()
 
 

@@ -85,7 +85,7 @@ class HeadExchange:
     Ulysses it returns them unchanged."""
 
     ulysses: Ulysses | None = None
-    fillers: int = 0  # tokens that the cell runs without effect, none of the chunk's
+    padding: int = 0  # tokens that the cell runs without effect, none of the chunk's
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.begin_heads([(x, None) for x in tensors])()
@@ -97,7 +97,7 @@ class HeadExchange:
         """Start exchanging tensors for heads: for each tensor a range of every rank's heads, or
         all."""
         tensors = [self._some(x, heads) for x, heads in parts]
-        if self.fillers:
+        if self.padding:
             tensors = [x[:, :, :0] for x in tensors]
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
@@ -135,7 +135,7 @@ class HeadExchange:
 
     def _filled(self, x: Tensor) -> Tensor:
         batch, heads, _, width = x.shape
-        return x.new_zeros(batch, heads, self.fillers, width) if self.fillers else x
+        return x.new_zeros(batch, heads, self.padding, width) if self.padding else x
 
 
 OfKeys = tuple[Tensor, Tensor, Tensor]  # q, k, v

@@ -64,7 +64,7 @@ def ask(
     if model.sharded is not None:
         same.add({"gradients": "wanted" if trains else "not wanted"})
         name = "head" if targets is not None else same.call
-        same.add(facts_of(name, function, model.boundary.model))
+        same.add(facts_of(name, function, model.stages.model))
         same.add({"targets": "None" if targets is None else targets}, OF_BATCH)
     inputs = inputs_of(same, model, input_ids, labels, document_ids, several=targets is None)
     # The caller may write into its tensors before the backward reads them.
@@ -103,7 +103,7 @@ def value_head(
     if isinstance(function, nn.Module):
         found = tuple(p for p in function.parameters() if p.requires_grad)
     own = tuple(p for p in found if not any(p is other for other in outer))
-    inside = {id(p) for p in model.boundary.layers.parameters()}
+    inside = {id(p) for p in model.stages.layers.parameters()}
     if any(id(p) in inside for p in own) and (model.weights or model.sharded):
         raise UnsupportedError(
             "head: it uses a decoder layer, whose weights are elsewhere while the head runs; "
@@ -112,8 +112,8 @@ def value_head(
     plain = None
     is_plain = isinstance(function, LogProbs) and function.temperature == 1
     if is_plain and targets.ndim == 2:
-        plain = LossHead(model.boundary, 1, piece, outer, model.fused)
-    return ValueHead(model.boundary, function, piece, outer, own, plain)
+        plain = LossHead(model.stages, 1, piece, outer, model.fused)
+    return ValueHead(model.stages, function, piece, outer, own, plain)
 
 
 @dataclass(slots=True)
@@ -194,9 +194,9 @@ class OpenForward:
         width = 0 if values is None else values.shape[2]  # another stage has the head
         width = max(number for (number,) in sharded.ranks.figures([width]))
         if values is None:
-            shape, boundary = self.inputs.input_ids.shape, self.ready[0].boundary
-            dtype = accumulate_dtype(boundary.dtype)
-            values = torch.zeros(*shape, width, dtype=dtype, device=boundary.device)
+            shape, stages = self.inputs.input_ids.shape, self.ready[0].stages
+            dtype = accumulate_dtype(stages.dtype)
+            values = torch.zeros(*shape, width, dtype=dtype, device=stages.device)
         sharded.ranks.among(*SEQUENCE, "pipeline").sum(values)
         return values
 

@@ -360,11 +360,11 @@ def verify(
     Raises:
         UnsupportedError: The model trains no parameter, has an active dropout, or fits no step.
     """
-    boundary = CausalLMStages(model)
-    data = run.draw(boundary.vocab, boundary.device)
+    stages = CausalLMStages(model)
+    data = run.draw(stages.vocab, stages.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError("model: no parameter is trained, so there is no gradient to verify")
-    for name, _ in drawing_dropouts(boundary.model):
+    for name, _ in drawing_dropouts(stages.model):
         raise UnsupportedError(
             f"model: {name} would drop other elements in the reference; call model.eval()"
         )
@@ -373,8 +373,8 @@ def verify(
         # Both refuse now, before the references, which take time and memory by the length squared.
         Step(model, schedule, selector=selector)
         model.to(data[0].device)  # the schedule may have moved its weights
-        positions = make_inputs(*data, boundary.vocab).position_ids
-        refuse_context(boundary.model, int(positions.max()) + 1)
+        positions = make_inputs(*data, stages.vocab).position_ids
+        refuse_context(stages.model, int(positions.max()) + 1)
         return _verify(model, function, data, worst)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.evaluate import RankKind, kinds_of, own_schedule, part_of, stage_model
-from farspan.planner.pass_counts import Kept
+from farspan.planner.pass_counts import SaveCounts
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
@@ -55,9 +55,11 @@ class LaneSeconds:
     evict: Array
     collective: Array
     host: Array
-    known: dict[Kept, list[Array]] = field(default_factory=dict)  # sums over spans, lane by lane
+    known: dict[SaveCounts, list[Array]] = field(
+        default_factory=dict
+    )  # sums over spans, lane by lane
 
-    def total(self, counts: Array, choices: Kept) -> Array:
+    def total(self, counts: Array, choices: SaveCounts) -> Array:
         """Return the seconds per lane, [5, F], of cells that run `counts` [F, spans] times."""
         if choices not in self.known:
             lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)

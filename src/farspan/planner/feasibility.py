@@ -1,6 +1,6 @@
 """Decide whether schedules fit, without building their programs.
 
-By their bounds: whether any schedule of a family fits, and which leaves the most of each tier.
+By their bounds: whether any schedule of a grid fits, and which leaves the most of each tier.
 
 By a close look at one schedule: its arenas are those of its bounds except for padding. The brief
 allocations of its cells come from the program of a few representative chunks: the latest of each
@@ -25,14 +25,14 @@ from farspan.planner.bounds import (
     FETCH,
     HOST,
     TIERS,
-    Family,
-    Frames,
     Peaks,
-    all_frames,
+    RankGrids,
+    ScheduleGrid,
     differing,
-    frames_of,
+    grid_of,
     least,
     peaks,
+    rank_grids,
     seconds,
     tiers_of,
 )
@@ -51,84 +51,85 @@ from farspan.planner.evaluate import (
     useful_flop,
     whole_schedule,
 )
-from farspan.planner.pass_counts import Cuts, Kept
+from farspan.planner.pass_counts import GroupSplits, SaveCounts
 from farspan.planner.prices import rates_of
 from farspan.planner.request import Plan, Question, Seconds
-from farspan.planner.space import Cut, Space
+from farspan.planner.space import Space, Split
 from farspan.planner.states import states, update_overlaps
 from farspan.program.builder import build_program
 from farspan.program.program import Close, EmbedBackward, Program
 from farspan.spec import Objective, Reference, Schedule, Tier
 
 
-def families(
+def space_grids(
     question: Question, space: Space
-) -> Iterator[tuple[Family, Schedule, tuple[Cut, ...]]]:
-    """Yield every family of the space with the schedule that it shares and its cuts."""
-    cuts: dict[tuple[tuple[Cut, ...], RankKind], Cuts] = {}
+) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
+    """Yield the grids of the space on every kind of rank, with their schedule and splits."""
+    splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
-    kept: dict[int, Kept] = {}
+    saves: dict[int, SaveCounts] = {}
     chunk, like = 0, None
-    for schedule, sizes in space.families():
+    for schedule, sizes in space.grids():
         if schedule.chunk != chunk:
-            chunk, known_prices, kept, like = schedule.chunk, {}, {}, None
-        found = list[Frames]()
+            chunk, known_prices, saves, like = schedule.chunk, {}, {}, None
+        found = list[ScheduleGrid]()
         for kind in kinds_of(question, replace(schedule, groups=sizes[0])):
             key = schedule.kv, kind.rank
             if key not in known_prices:
                 known_prices[key] = CellPrices(question, schedule, kind, like)
             like = known_prices[key]
             own = ((len(like.model.layers),),) if kind.is_stage else sizes
-            own_cuts = cuts.get((own, kind)) or Cuts(like.question, own, kind)
+            own_splits = splits.get((own, kind)) or GroupSplits(like.question, own, kind)
             count = len(like.chunks)
-            pairs = kept.get(count) or _kept_pairs(space, count)
-            cuts[own, kind], kept[count] = own_cuts, pairs
+            pairs = saves.get(count) or _save_counts(space, count)
+            splits[own, kind], saves[count] = own_splits, pairs
             own_groups = replace(schedule, groups=sizes[0]) if kind.is_stage else schedule
-            found.append(Frames(like, own_groups, own_cuts, pairs))
+            found.append(ScheduleGrid(like, own_groups, own_splits, pairs))
         yield tuple(found), schedule, sizes
 
 
-def _kept_pairs(space: Space, chunks: int) -> Kept:
+def _save_counts(space: Space, chunks: int) -> SaveCounts:
     """Return every pair of fractions, in whole chunks."""
     attention = sorted({round(part * chunks) for part in space.attention})
     graphs = sorted({round(part * chunks) for part in space.activations})
     pairs = np.array([(a, b) for a in attention for b in graphs], dtype=np.int64)
-    return Kept(pairs[:, 0], pairs[:, 1], chunks)
+    return SaveCounts(pairs[:, 0], pairs[:, 1], chunks)
 
 
-def taken(family: Family, of: Callable[[Frames], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Bytes of a family, including messages in flight and kernels' workspaces: those of the fullest
-    device and a rank's share of main memory; and those of every kind of rank's device."""
-    each = [of(frames) for frames in family]
-    for found, frames in zip(each, family, strict=True):
-        found.device += frames.cell_prices.passing
+def taken(grids: RankGrids, of: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
+    """Return the bytes of the fullest device and of a rank's share of main memory, both [K, F, T],
+    and those of each kind of rank's device, [kinds, K, F, T]; messages in flight and kernels'
+    workspaces are included."""
+    each = [of(grid) for grid in grids]
+    for found, grid in zip(each, grids, strict=True):
+        found.device += grid.cell_prices.passing
     if len(each) == 1:
         return each[0], each[0].device[None]
     devices = np.stack([found.device for found in each])
     hosts = np.stack([found.host for found in each])
-    return Peaks(fullest(family, devices), together(family, hosts)), devices
+    return Peaks(fullest(grids, devices), together(grids, hosts)), devices
 
 
-def fullest(family: Family, devices: Array) -> Array:
+def fullest(grids: RankGrids, devices: Array) -> Array:
     """Return the device bytes of the fullest kind of rank; kinds come first. Where both tiers are
     one memory, return a rank's share."""
-    if family[0].cell_prices.question.machine.unified:
-        return together(family, devices)
+    if grids[0].cell_prices.question.machine.unified:
+        return together(grids, devices)
     return np.asarray(devices.max(axis=0))
 
 
-def together(family: Family, sizes: Array) -> Array:
+def together(grids: RankGrids, sizes: Array) -> Array:
     """Return a rank's share of the memory of one machine's ranks; kinds of rank come first."""
-    if len(family) == 1:
+    if len(grids) == 1:
         return np.asarray(sizes[0])
-    question, kinds = family[0].cell_prices.question, [frames.cuts.kind for frames in family]
+    question, kinds = grids[0].cell_prices.question, [grid.splits.kind for grid in grids]
     counts = np.array(on_machines(question, kinds), dtype=np.float64) / question.near()
     return np.asarray(np.tensordot(counts, sizes, axes=1).max(axis=0))
 
 
-def slowest(family: Family, *, in_line: bool = False) -> Array:
+def slowest(grids: RankGrids, *, in_line: bool = False) -> Array:
     """Return the lower bound of a step's seconds on the slowest rank, [K, F, T]; see `seconds`."""
-    return np.asarray(np.max([seconds(frames, in_line=in_line) for frames in family], axis=0))
+    return np.asarray(np.max([seconds(grid, in_line=in_line) for grid in grids], axis=0))
 
 
 def limits(question: Question) -> tuple[int, int]:
@@ -147,22 +148,22 @@ def room(question: Question, device: Array, host: Array) -> Array:
     return np.asarray(np.minimum(1 - device / max(1, first), 1 - host / max(1, second)))
 
 
-def may_fit(family: Family, device: Array, host: Array) -> NDArray[np.bool_]:
+def may_fit(grids: RankGrids, device: Array, host: Array) -> NDArray[np.bool_]:
     """Return the choices that fit by these bytes, [K, F, T]; of equal schedules only the first."""
-    fits = room(family[0].cell_prices.whole, device, host) >= 0
-    return np.asarray(fits & differing(family[-1]) if fits.any() else fits)
+    fits = room(grids[0].cell_prices.whole, device, host) >= 0
+    return np.asarray(fits & differing(grids[-1]) if fits.any() else fits)
 
 
-def any_may_fit(family: Family) -> bool:
+def any_may_fit(grids: RankGrids) -> bool:
     """Return whether any choice may fit, by the bytes that every choice takes."""
-    found, _ = taken(family, least)
-    return bool((room(family[0].cell_prices.whole, found.device, found.host) >= 0).any())
+    found, _ = taken(grids, least)
+    return bool((room(grids[0].cell_prices.whole, found.device, found.host) >= 0).any())
 
 
-def fitting(family: Family) -> NDArray[np.bool_]:
+def fitting(grids: RankGrids) -> NDArray[np.bool_]:
     """Return the choices that may fit by their bounds, [K, F, T]."""
-    found, _ = taken(family)
-    return may_fit(family, found.device, found.host)
+    found, _ = taken(grids)
+    return may_fit(grids, found.device, found.host)
 
 
 def states_do_not_fit(question: Question) -> bool:
@@ -182,10 +183,10 @@ def states_do_not_fit(question: Question) -> bool:
 
 def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
     """Return the `count` schedules whose fuller tier has the most left by its bounds, at most one
-    for each cut and set of switches."""
+    for each split and set of switches."""
     found = []
-    for family, schedule, sizes in families(question, space):
-        bytes_, _ = taken(family)
+    for grids, schedule, sizes in space_grids(question, space):
+        bytes_, _ = taken(grids)
         free = room(question, bytes_.device, bytes_.host)
         free = free.reshape(len(free), -1)
         for k, index in enumerate(free.argmax(axis=1)):
@@ -208,7 +209,7 @@ def left(question: Question, schedule: Schedule) -> tuple[int, int]:
 
 def fits(question: Question, schedule: Schedule) -> bool:
     """Return whether the schedule fits, by its bounds and then by an outline of its program."""
-    found, _ = taken(all_frames(question, schedule))
+    found, _ = taken(rank_grids(question, schedule))
     tiers = tiers_of(schedule)
     free = room(question, found.device[..., tiers], found.host[..., tiers])
     return bool(free.min() >= 0) and min(left(question, schedule)) >= 0
@@ -277,13 +278,13 @@ def loss_seconds(plan: Plan) -> tuple[float, float, float]:
     """Seconds, with the plan's schedule, of one pass over a mean of token losses, of a step of the
     plan's loss whose reference was evaluated before, and of a step with its reference."""
     question = plan.question
-    alone = replace(question.loss, reference=Reference.STORED)
-    losses = Objective(), alone if question.loss.evaluates else question.loss, question.loss
-    one, cut, whole = (
+    stored = replace(question.loss, reference=Reference.STORED)
+    losses = Objective(), stored if question.loss.evaluates else question.loss, question.loss
+    one, alone, whole = (
         plan_of(replace(question, loss=loss), plan.strategy, plan.schedule).seconds.total
         for loss in losses
     )
-    return one, cut, whole
+    return one, alone, whole
 
 
 def composed(
@@ -316,8 +317,8 @@ def composed(
 
 def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
     """Seconds of one pipeline stage: the busiest lane's, or all lanes' if nothing overlaps."""
-    frames, tiers = frames_of(question, schedule), tiers_of(schedule)
-    work, copies = frames.lanes
+    grid, tiers = grid_of(question, schedule), tiers_of(schedule)
+    work, copies = grid.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]
     fetched, evicted = (float(copies[0, way, :, 0] @ on_host) for way in range(2))
     busy = {
@@ -331,9 +332,9 @@ def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
     bounds = {name: busy[lane] for lane, name in names.items()}
     bounds["link"] = max(busy["fetch"], busy["evict"])
     total, alone = (
-        float(price(frames)[0, 0, tiers]) for price in (seconds, partial(seconds, update=False))
+        float(price(grid)[0, 0, tiers]) for price in (seconds, partial(seconds, update=False))
     )
-    beside, update = update_overlaps(question), frames.cell_prices.update
+    beside, update = update_overlaps(question), grid.cell_prices.update
     return Seconds(
         total=total,
         optimizer=total - alone if beside else update,

@@ -1,4 +1,4 @@
-"""Count the work and traffic of many schedules at once: arrays of cuts into groups and of
+"""Count the work and traffic of many schedules at once: arrays of splits into groups and of
 fractions.
 
 A layer plays one of six roles: top of a group or below it, in the last group, in an earlier one, or
@@ -57,7 +57,7 @@ class Boundary(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class SaveCounts:
     """Number of the latest chunks that keep O and LSE, and activations, for F choices."""
 
     attention: NDArray[np.int64]  # [F]
@@ -96,9 +96,9 @@ class Kept:
         return np.asarray(9 * share(self.attention) + 3 * share(self.graphs) + more)
 
     @cached_property
-    def without_graphs(self) -> "Kept":
+    def without_graphs(self) -> "SaveCounts":
         """The same choices in a last group of one layer, which keeps no graphs."""
-        return Kept(self.attention, np.zeros_like(self.graphs), self.chunks)
+        return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
 # -- what passes do, read off small programs ------------------------------------------------------
@@ -136,12 +136,12 @@ _SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """How often a place has an instruction for a chunk, [8] each: by `Kept.cases`. Places with the
-    same numbers share one object."""
+    """Number of instructions of each type per chunk, [8]: one per case (`SaveCounts.cases`). Roles
+    and boundaries with equal numbers share one object."""
 
     counts: dict[Act, Counts]
 
-    def of(self, act: Act, choices: Kept) -> Counts:
+    def of(self, act: Act, choices: SaveCounts) -> Counts:
         """Return the number for each chunk of a span, [F, S]."""
         return np.asarray(self.counts.get(act, np.zeros(8)).take(choices.cases))
 
@@ -212,25 +212,25 @@ def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
-Part = tuple[Role, LayerSpec, bool]  # role, layer; True: the last group of its cut is one layer
+Part = tuple[Role, LayerSpec, bool]  # role, layer; True: the last group of its split is one layer
 EVERY = 8  # up to this many groups, the memory of each is computed
 
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of K cuts, one after the other, whose memory is computed. Arrays are [P, 1]."""
+    """P groups of K splits, one after the other, whose memory is computed. Arrays are [P, 1]."""
 
-    cut: Index  # [P], index of the cut
-    at: Index  # [K], first group of the cut
-    index: Index  # of the group in its cut
+    split: Index  # [P], index of the split
+    at: Index  # [K], first group of the split
+    index: Index  # of the group in its split
     first: Index  # layer
     stop: Index
     is_last: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Cuts:
-    """K cuts of a question's layers; sizes of the groups, first group first."""
+class GroupSplits:
+    """K splits of a question's layers; sizes of the groups, first group first."""
 
     question: Question  # about the rank's layers (evaluate.part_of)
     sizes: tuple[tuple[int, ...], ...]
@@ -238,7 +238,7 @@ class Cuts:
 
     @cached_property
     def bounds(self) -> list[tuple[tuple[int, int], ...]]:
-        """Layer ranges of each cut's groups."""
+        """Layer ranges of each split's groups."""
         stops = [np.cumsum(sizes) for sizes in self.sizes]
         return [
             tuple((int(stop) - size, int(stop)) for stop, size in zip(ends, sizes, strict=True))
@@ -247,7 +247,7 @@ class Cuts:
 
     @cached_property
     def counts(self) -> Array:
-        """Number of groups of each cut, [K, 1]."""
+        """Number of groups of each split, [K, 1]."""
         return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
 
     @property
@@ -272,7 +272,7 @@ class Cuts:
 
     @cached_property
     def parts(self) -> tuple[list[Part], Array]:
-        """Parts that layers play, and the number of layers that play each in each cut, [K, R]."""
+        """Parts that layers play, and the number of layers that play each in each split, [K, R]."""
         found: dict[Part, Array] = {}
         for k, groups in enumerate(self.bounds):
             tops = {stop - 1 for _, stop in groups}
@@ -301,7 +301,7 @@ class Cuts:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: if many, those where even and tapered cuts peak."""
+        """Groups whose memory is computed: if many, those where even and tapered splits peak."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -320,7 +320,7 @@ class Cuts:
 
     @cached_property
     def held(self) -> list[States]:
-        """Weights, gradients and optimizer states of one device, for each cut."""
+        """Weights, gradients and optimizer states of one device, for each split."""
         return [states(self.question, groups) for groups in self.bounds]
 
     @cached_property
@@ -347,27 +347,29 @@ class Cuts:
 
     @cached_property
     def own(self) -> list[list[tuple[int, int]]]:
-        """The groups of each cut as layer ranges of the whole model."""
+        """The groups of each split as layer ranges of the whole model."""
         first = self.kind.layers[0]
         return [[(start + first, stop + first) for start, stop in groups] for groups in self.bounds]
 
     def gathers(self, prices: Prices) -> Array:
         """Return the seconds of FSDP's collectives, [K, 1]."""
         if "_gathers" not in self.__dict__:
-            self.__dict__["_gathers"] = np.array([[prices.gathers_of(cut)] for cut in self.own])
+            self.__dict__["_gathers"] = np.array([[prices.gathers_of(split)] for split in self.own])
         return np.asarray(self.__dict__["_gathers"])
 
     def streamed(self, prices: Prices) -> Array:
         """Seconds of fetching weights from main memory and evicting their gradients, [K, 2]."""
-        return np.array([prices.streamed(cut) for cut in self.own])
+        return np.array([prices.streamed(split) for split in self.own])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
         """Return the bytes of the slots of groups' weights, or of their gradients, [K, 1]."""
-        return np.array([[prices.weight_slots(cut, gradients)] for cut in self.own], dtype=float)
+        return np.array(
+            [[prices.weight_slots(split, gradients)] for split in self.own], dtype=float
+        )
 
     @cached_property
     def firsts(self) -> list[Index]:
-        """First layers of each cut's groups."""
+        """First layers of each split's groups."""
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:

@@ -6,10 +6,10 @@ is faster. When no bound is left below the best, the best is the optimum of the 
 budget of seconds runs out first, the best is at most `gap` slower than the optimum, by the lowest
 bound left.
 
-Kinds. Bounds know a cell's graphs, but not its brief allocations. Those depend on the cut and on
+Kinds. Bounds know a cell's graphs, but not its brief allocations. Those depend on the split and on
 which chunks are kept, so choices that are alike in these share them: a kind. They are computed when
 the fastest choice of a kind has its turn, and then count for all (`TransientCache`). The modules
-outside the layers are the same for all kinds, and are counted when a family is opened.
+outside the layers are the same for all kinds, and count as soon as a frontier is opened.
 
 Footprint. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s
 on two cores), and no other program has it then. Many schedules are nearly as fast as the fastest,
@@ -35,26 +35,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.planner import feasibility as quick
-from farspan.planner.bounds import TIERS, Family, Frames, momentary
+from farspan.planner.bounds import TIERS, RankGrids, ScheduleGrid, momentary
 from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import PAGE, outlined, refuse_layout
-from farspan.planner.feasibility import families, fullest, room, slowest, states_do_not_fit, taken
+from farspan.planner.feasibility import (
+    fullest,
+    room,
+    slowest,
+    space_grids,
+    states_do_not_fit,
+    taken,
+)
 from farspan.planner.request import Plan, Question
-from farspan.planner.space import Cut, Space
+from farspan.planner.space import Space, Split
 from farspan.program.program import Program
 from farspan.program.strategies import GROUPED
 from farspan.spec import Schedule, Tier
 
 Index = NDArray[np.int64]
 INFINITE = float("inf")
-KINDS = 27  # kinds of kept choices for each cut, numbered by Kept.alike
+KINDS = 27  # kinds of kept choices for each split, numbered by SaveCounts.alike
 
 
 @dataclass(slots=True)
 class Choices:
     """Open choices, fastest first, and the smallest of equally fast ones first; arrays are [N]."""
 
-    index: Index  # into the frames' [K, F, T], flattened
+    index: Index  # into the grid, [K, F, T], flattened
     seconds: Array
     device: Array  # bytes
     host: Array
@@ -103,37 +110,37 @@ class SearchEffort:
 
 
 class Frontier:
-    """The open choices of one family of schedules. `lowest` bounds the seconds of every open
-    choice, `bound` those of the whole family. Most families are slower than another family's best
+    """The open choices of one grid of schedules. `lowest` bounds the seconds of every open
+    choice, `bound` those of all. Most grids are slower than the best
     even if all their choices fit; of most others the choices that fit are slower (`settle`), so few
     are opened."""
 
     def __init__(
         self,
         question: Question,
-        family: Family,
+        grids: RankGrids,
         schedule: Schedule,
-        cuts: tuple[Cut, ...],
+        splits: tuple[Split, ...],
         effort: SearchEffort,
     ) -> None:
         self.question = question
         self.effort = effort
         self.is_in_line = False
-        self.family = family
-        self.schedule = schedule  # shared by the family
-        self.cuts = cuts
-        self.kept = family[0].kept
+        self.grids = grids
+        self.schedule = schedule  # shared by the grids
+        self.splits = splits
+        self.saves = grids[0].saves
         self.choices: Choices | None = None
         self.known: set[int] = set()  # kinds whose cells are counted
-        self.size = len(cuts) * len(self.kept.graphs) * len(TIERS)
-        self.fits = cache(partial(quick.fitting, family))
-        self.is_settled = not quick.any_may_fit(family)
+        self.size = len(splits) * len(self.saves.graphs) * len(TIERS)
+        self.fits = cache(partial(quick.fitting, grids))
+        self.is_settled = not quick.any_may_fit(grids)
         self._bound(not self.is_settled)
 
     def _bound(self, fits: NDArray[np.bool_] | bool) -> None:
         self.bound = self.lowest = INFINITE
         if np.any(fits):
-            times = slowest(self.family, in_line=self.is_in_line)
+            times = slowest(self.grids, in_line=self.is_in_line)
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
@@ -155,19 +162,19 @@ class Frontier:
 
     def within(self, limit: float, cells: "TransientCache") -> Choices:
         """Return unordered choices that may fit in under `limit` seconds, before counting cells."""
-        times = slowest(self.family, in_line=self.is_in_line)
-        found, devices = taken(self.family)
-        devices += np.stack([cells.least(frames) for frames in self.family])[..., None]
-        device = fullest(self.family, devices)
-        fits = quick.may_fit(self.family, device, found.host) & (times < limit)
+        times = slowest(self.grids, in_line=self.is_in_line)
+        found, devices = taken(self.grids)
+        devices += np.stack([cells.least(grid) for grid in self.grids])[..., None]
+        device = fullest(self.grids, devices)
+        fits = quick.may_fit(self.grids, device, found.host) & (times < limit)
         index = np.flatnonzero(fits)
-        cut, choice = np.divmod(index // len(TIERS), len(self.kept.graphs))
+        split, choice = np.divmod(index // len(TIERS), len(self.saves.graphs))
         return Choices(
             index,
             times.ravel()[index],
             device.ravel()[index],
             found.host.ravel()[index],
-            cut * KINDS + self.kept.alike[choice],
+            split * KINDS + self.saves.alike[choice],
             devices.reshape(len(devices), -1)[:, index],
         )
 
@@ -195,32 +202,32 @@ class Frontier:
         self.effort.walk()
         members = choices.kind == kind
         choices.devices[:, members] += self.held(kind, cells)
-        choices.device[members] = fullest(self.family, choices.devices[:, members])
+        choices.device[members] = fullest(self.grids, choices.devices[:, members])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def held(self, kind: int, cells: "TransientCache") -> Array:
         """Return the bytes that the cells of a kind allocate briefly on each kind of rank, [S, 1],
         beyond those that `within` counts."""
-        cut, alike = divmod(kind, KINDS)
+        split, alike = divmod(kind, KINDS)
         held = []
-        for frames in self.family:
-            least = cells.least(frames)[cut, self.kept.alike == alike][0]
-            held.append([max(0.0, float(cells.beyond(frames, cut, alike) - least))])
+        for grid in self.grids:
+            least = cells.least(grid)[split, self.saves.alike == alike][0]
+            held.append([max(0.0, float(cells.beyond(grid, split, alike) - least))])
         return np.array(held)
 
     def schedule_at(self, index: int) -> Schedule:
         chosen, tiers = divmod(index, len(TIERS))
-        cut, choice = divmod(chosen, len(self.kept.graphs))
+        split, choice = divmod(chosen, len(self.saves.graphs))
         x, attention, activations = TIERS[tiers]
-        kept, chunks = self.kept, self.family[0].cell_prices.chunks
+        saves, chunks = self.saves, self.grids[0].cell_prices.chunks
         return replace(
             self.schedule,
-            groups=self.cuts[cut],
+            groups=self.splits[split],
             boundary_inputs=x,
             attention=attention,
             activations=activations,
-            attention_save_fraction=quick.latest_fraction(chunks, int(kept.attention[choice])),
-            activation_save_fraction=quick.latest_fraction(chunks, int(kept.graphs[choice])),
+            attention_save_fraction=quick.latest_fraction(chunks, int(saves.attention[choice])),
+            activation_save_fraction=quick.latest_fraction(chunks, int(saves.graphs[choice])),
         )
 
 
@@ -263,36 +270,36 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, by kind; families share them."""
+    """Bytes that cells allocate briefly, by kind; grids share them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
-    def least(self, frames: Frames) -> Array:
+    def least(self, grid: ScheduleGrid) -> Array:
         """Least bytes of every choice beyond its bounds, [K, F], by modules outside the layers."""
-        chunk = frames.schedule.chunk
+        chunk = grid.schedule.chunk
         if chunk not in self._outside:
-            given = frames.schedule
+            given = grid.schedule
             plain = Schedule(chunk, kv_block=given.kv_block, kv_kept=True, weights=given.weights)
-            self._outside[chunk] = quick.outside(frames.cell_prices, plain)
-        return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(frames)))
+            self._outside[chunk] = quick.outside(grid.cell_prices, plain)
+        return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(grid)))
 
-    def beyond(self, frames: Frames, cut: int, alike: int) -> float:
+    def beyond(self, grid: ScheduleGrid, split: int, alike: int) -> float:
         """Return the least bytes that the choices of a kind take beyond their bounds."""
-        kept, s, sizes = frames.kept, frames.schedule, frames.cuts.sizes[cut]
-        members = kept.alike == alike
+        saves, s, sizes = grid.saves, grid.schedule, grid.splits.sizes[split]
+        members = saves.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
-        most = int(kept.attention[members].max()), int(kept.graphs[members].max())
-        walked = quick.latest(kept.chunks, *most, first=not frames.cell_prices.are_equal)
-        rank = frames.cuts.kind.rank
+        most = int(saves.attention[members].max()), int(saves.graphs[members].max())
+        walked = quick.latest(saves.chunks, *most, first=not grid.cell_prices.are_equal)
+        rank = grid.splits.kind.rank
         key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, *most
         if key not in self._known:
-            own = s if frames.cuts.kind.is_stage else replace(s, groups=sizes)
-            self._known[key] = quick.transient(frames.cell_prices, own, *most, walked)
-        held = frames.cuts.held[cut]
+            own = s if grid.splits.kind.is_stage else replace(s, groups=sizes)
+            self._known[key] = quick.transient(grid.cell_prices, own, *most, walked)
+        held = grid.splits.held[split]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
-        return float(gradients - momentary(frames)[cut, np.flatnonzero(members)[0]])
+        return float(gradients - momentary(grid)[split, np.flatnonzero(members)[0]])
 
 
 Footprint = tuple[float, float]  # bytes of the host; ties are broken by bytes of the device
@@ -331,7 +338,7 @@ class _Candidate:
 
     footprint: Footprint
     at: int  # index of its frontier
-    index: int  # in the frontier's frames
+    index: int  # in the frontier's grid
     kind: int
     is_counted: bool = False  # the footprint includes the cells of its kind
 
@@ -456,7 +463,7 @@ def search(
     if states_do_not_fit(question):
         return Outcome(best, best, INFINITE, 0)
     effort, cells, count = SearchEffort(seconds), TransientCache(), 0
-    frontiers = [Frontier(question, *family, effort) for family in families(question, space)]
+    frontiers = [Frontier(question, *grids, effort) for grids in space_grids(question, space)]
     known = [] if best is None else [best]
     if question.overlap and (first := _first_in_line(question, frontiers, cells, effort)):
         known.append(first)

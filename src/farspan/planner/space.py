@@ -1,9 +1,9 @@
-"""The schedules that the search chooses from: every cut, every switch, on a grid.
+"""The schedules that the search chooses from: every split, every switch, on a grid.
 
 Groups. For every number of groups G, layers are cut as evenly as possible; where boundaries lie on
 the device, also tapered: the backward of an early group runs after the boundaries above it are
-freed, so the group may be larger by their bytes. In a tapered cut each group is as large as fits
-under the lowest level that holds all layers; no other cut into G groups has a lower one.
+freed, so the group may be larger by their bytes. In a tapered split each group is as large as fits
+under the lowest level that holds all layers; no other split into G groups has a lower one.
 
 Note: [MEMO's alpha]. MEMO's linear program: which fraction alpha of the tokens keeps its
 activations (MEMO 4.1).
@@ -37,7 +37,7 @@ from farspan.program.layout import group_ranges
 from farspan.program.residency import Kind
 from farspan.spec import ModelSpec, Schedule, Tier
 
-Cut = tuple[int, ...]  # sizes of the groups, first group first
+Split = tuple[int, ...]  # sizes of the groups, first group first
 
 # A program of this many cells has about 200,000 instructions: three seconds to build and walk.
 MOST_CELLS = 24_576
@@ -52,7 +52,7 @@ class Space:
     """Choices of a search. Fractions and the tiers of x, attention and activations stay open."""
 
     chunks: tuple[int, ...]
-    cuts: tuple[Cut, ...]
+    splits: tuple[Split, ...]
     attention: tuple[float, ...]
     activations: tuple[float, ...]
     kv: tuple[Tier, ...] = tuple(Tier)
@@ -61,27 +61,27 @@ class Space:
     weights: Tier = Tier.DEVICE
 
     def schedules(self) -> Iterator[Schedule]:
-        """Yield one schedule for every chunk, cut and set of switches that makes a difference."""
+        """Yield one schedule for every chunk, split and set of switches that makes a difference."""
         for chunk in self.chunks:
-            for cut in self.cuts:
-                for base in self._switches(cut):
-                    yield replace(base, chunk=chunk, groups=cut)
+            for split in self.splits:
+                for base in self._switches(split):
+                    yield replace(base, chunk=chunk, groups=split)
 
-    def families(self) -> Iterator[tuple[Schedule, tuple[Cut, ...]]]:
-        """Yield the same schedules by family: a schedule, whose cut is open, with all its cuts."""
-        found: dict[Schedule, list[Cut]] = {}
+    def grids(self) -> Iterator[tuple[Schedule, tuple[Split, ...]]]:
+        """Yield the same schedules, grouped: one for each set of switches, and all its splits."""
+        found: dict[Schedule, list[Split]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
             found.setdefault(replace(schedule, groups=1), []).append(schedule.groups)
         for chunk in self.chunks:
-            for base, cuts in found.items():
-                yield replace(base, chunk=chunk), tuple(cuts)
+            for base, splits in found.items():
+                yield replace(base, chunk=chunk), tuple(splits)
 
-    def _switches(self, cut: Cut) -> Iterator[Schedule]:
-        is_deep = max(cut) > 1
+    def _switches(self, split: Split) -> Iterator[Schedule]:
+        is_deep = max(split) > 1
         opens = (False, True) if is_deep and not self.lean else (False,)
         for kv in self.kv:
-            for kept, home in self._homes(cut, kv):
+            for kept, home in self._homes(split, kv):
                 for is_open in opens:
                     for checkpoint in (False, True) if is_deep else (False,):
                         yield Schedule(
@@ -93,9 +93,9 @@ class Space:
                             weights=self.weights,
                         )
 
-    def _homes(self, cut: Cut, kv: Tier) -> Iterator[tuple[bool, Tier]]:
+    def _homes(self, split: Split, kv: Tier) -> Iterator[tuple[bool, Tier]]:
         yield False, Tier.HOST
-        if len(cut) > 1 and not self.lean and not self.staged:
+        if len(split) > 1 and not self.lean and not self.staged:
             yield True, Tier.HOST
             if kv is Tier.DEVICE:
                 yield True, Tier.DEVICE
@@ -109,7 +109,7 @@ def whole_space(question: Question) -> Space:
     return Space(
         chunk_sizes(question),
         # The stages of a pipeline are its groups.
-        cuts(model) if layout.pipeline == 1 else (tuple(stop - start for start, stop in stages),),
+        splits(model) if layout.pipeline == 1 else (tuple(stop - start for start, stop in stages),),
         tuple(part / PARTS for part in range(PARTS + 1)),
         # Ranks cannot keep activations with tensor parallelism (layout.refuse_together).
         activations if layout.tensor == 1 else (0.0,),
@@ -140,10 +140,10 @@ def chunk_sizes(question: Question) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def cuts(model: ModelSpec) -> tuple[Cut, ...]:
-    """Return the cuts, even and tapered, for every number of groups that differs."""
+def splits(model: ModelSpec) -> tuple[Split, ...]:
+    """Return the splits, even and tapered, for every number of groups that differs."""
     layers = len(model.layers)
-    found: dict[Cut, None] = {}
+    found: dict[Split, None] = {}
     for size in range(1, layers + 1):
         count = -(-layers // size)
         found[even(layers, count)] = None
@@ -158,7 +158,7 @@ def even(layers: int, groups: int) -> tuple[int, ...]:
 
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
-    """Return the cut into `groups` whose fullest backward holds the fewest bytes a token:
+    """Return the split into `groups` whose fullest backward holds the fewest bytes a token:
     boundaries below, the output's gradient unless the head makes it, and the group's K, V, dK,
     dV."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]

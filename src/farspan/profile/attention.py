@@ -12,8 +12,8 @@ from farspan.profile.attention_kernels import (
     FlashSizes,
     Kernel,
     Memory,
+    MetaTensor,
     OfQueries,
-    Outline,
     PaddedSizes,
     TiledSizes,
     as_width,
@@ -63,7 +63,7 @@ def attention_bytes(
     batch, width = run
     memory = Memory()
 
-    def given(count: int, dim: int, *, heads_first: bool = True) -> Outline:
+    def given(count: int, dim: int, *, heads_first: bool = True) -> MetaTensor:
         return memory.given((batch, count, tokens, dim), width, heads_first=heads_first)
 
     q = given(heads.query_heads, heads.head_dim, heads_first=heads_first)
@@ -126,8 +126,8 @@ def kernel_of(attention: LayerSpec) -> Kernel:
 
 
 def attend(
-    call: Call, q: Outline, k: Outline, v: Outline, sinks: Outline | None
-) -> tuple[Outline, Outline]:
+    call: Call, q: MetaTensor, k: MetaTensor, v: MetaTensor, sinks: MetaTensor | None
+) -> tuple[MetaTensor, MetaTensor]:
     out, lse = _attend_own(call, q, k, v)
     for visit in visits(call):
         out = as_width(out, lse.width)
@@ -149,7 +149,9 @@ def _far_bytes(call: Call, *, backward: bool) -> int:
     return far_bytes(call.far, call.most_units, backward=backward, in_slots=call.in_slots)
 
 
-def _attend_own(call: Call, q: Outline, k: Outline, v: Outline) -> tuple[Outline, Outline]:
+def _attend_own(
+    call: Call, q: MetaTensor, k: MetaTensor, v: MetaTensor
+) -> tuple[MetaTensor, MetaTensor]:
     blocks = own_blocks(call)
     if len(blocks) == 1:
         out, lse = call.kernel.forward(q, k, v, blocks[0])
@@ -167,7 +169,7 @@ def _attend_own(call: Call, q: Outline, k: Outline, v: Outline) -> tuple[Outline
     return out, lse
 
 
-def _add_sinks(out: Outline, lse: Outline) -> tuple[Outline, Outline]:
+def _add_sinks(out: MetaTensor, lse: MetaTensor) -> tuple[MetaTensor, MetaTensor]:
     with_sink = pointwise(lse)
     shrunk = as_width(out, lse.width), column(pointwise(pointwise(lse)))
     return pointwise(*shrunk), with_sink
@@ -175,13 +177,13 @@ def _add_sinks(out: Outline, lse: Outline) -> tuple[Outline, Outline]:
 
 def _attend_backward(
     call: Call,
-    dout: Outline,
-    q: Outline,
-    k: Outline,
-    v: Outline,
-    attended: tuple[Outline, Outline],
-    sinks: Outline | None,
-) -> tuple[Outline, Outline, Outline, Outline | None]:
+    dout: MetaTensor,
+    q: MetaTensor,
+    k: MetaTensor,
+    v: MetaTensor,
+    attended: tuple[MetaTensor, MetaTensor],
+    sinks: MetaTensor | None,
+) -> tuple[MetaTensor, MetaTensor, MetaTensor, MetaTensor | None]:
     width = wide(q.width)
     of_queries = OfQueries(dout, q, *attended)
     dq = _Sum(q.shape, width)
@@ -199,7 +201,9 @@ def _attend_backward(
     return whole, dk, dv, dsinks
 
 
-def _sink_gradient(dout: Outline, out: Outline, lse: Outline, sinks: Outline) -> Outline:
+def _sink_gradient(
+    dout: MetaTensor, out: MetaTensor, lse: MetaTensor, sinks: MetaTensor
+) -> MetaTensor:
     width = lse.width
     difference = pointwise(lse)
     weight = pointwise(difference)
@@ -216,9 +220,9 @@ class _Sum:
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width
-        self.sum: Outline | None = None
+        self.sum: MetaTensor | None = None
 
-    def add(self, part: Outline) -> None:
+    def add(self, part: MetaTensor) -> None:
         if self.sum is None and part.shape == self.shape:
             self.sum = part
             return
@@ -226,7 +230,7 @@ class _Sum:
             self.sum = part.memory.new(self.shape, self.width)
         self.sum = as_width(self.sum, self.width)
 
-    def total(self) -> Outline:
+    def total(self) -> MetaTensor:
         assert self.sum is not None
         return self.sum
 
@@ -234,11 +238,11 @@ class _Sum:
 def _gradients(
     call: Call,
     of_queries: OfQueries,
-    keys: Outline,
-    values: Outline,
+    keys: MetaTensor,
+    values: MetaTensor,
     visit: tuple[Block, ...],
     dq: _Sum,
-) -> tuple[Outline, Outline]:
+) -> tuple[MetaTensor, MetaTensor]:
     dk, dv = _Sum(keys.shape, dq.width), _Sum(values.shape, dq.width)
     for block in visit:
         queries = OfQueries(*(_queries(x, block) for x in of_queries))
@@ -278,16 +282,16 @@ def _extent(block: Block) -> tuple[int, int, bool, bool]:
     return block.queries, block.keys, block.causal, block.window is not None
 
 
-def _stored(like: Outline, visit: tuple[Block, ...]) -> Outline:
+def _stored(like: MetaTensor, visit: tuple[Block, ...]) -> MetaTensor:
     """Return a visit's keys or values as stored: rows of tokens in an arena."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
     return like.memory.given((batch, heads, tokens, width), like.width, heads_first=False)
 
 
-def _queries(x: Outline, block: Block) -> Outline:
+def _queries(x: MetaTensor, block: Block) -> MetaTensor:
     return part(x, block.queries)
 
 
-def _keys(x: Outline, block: Block) -> Outline:
+def _keys(x: MetaTensor, block: Block) -> MetaTensor:
     return part(x, block.keys)

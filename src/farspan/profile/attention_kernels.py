@@ -30,13 +30,13 @@ class Memory:
     def __init__(self) -> None:
         self.live = self.peak = 0
 
-    def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "Outline":
+    def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
         """Return a tensor that is counted elsewhere, such as a view of an arena."""
-        return Outline(Storage(self, 0), shape, width, heads_first)
+        return MetaTensor(Storage(self, 0), shape, width, heads_first)
 
-    def new(self, shape: Shape, width: int, *, heads_first: bool = True) -> "Outline":
+    def new(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
         """Return a new tensor [B, H, T, ...], stored so or as [B, T, H, ...]."""
-        return Outline(Storage(self, prod(shape) * width), shape, width, heads_first)
+        return MetaTensor(Storage(self, prod(shape) * width), shape, width, heads_first)
 
     def pass_by(self, size: int) -> None:
         """Allocate bytes and free them at once."""
@@ -57,7 +57,7 @@ class Storage:
         self.memory.live -= self.size
 
 
-class Outline:
+class MetaTensor:
     """A view of a storage. `whole`: it has all tokens and elements of a head."""
 
     __slots__ = ("heads_first", "shape", "storage", "whole", "width")
@@ -77,7 +77,7 @@ class Outline:
         return self.heads_first and min(self.shape[1:3]) > 1
 
 
-def as_width(x: Outline, width: int) -> Outline:
+def as_width(x: MetaTensor, width: int) -> MetaTensor:
     """Cast to another width; returns the tensor itself if it already has that width."""
     return x if x.width == width else pointwise(x, width=width)
 
@@ -88,7 +88,7 @@ def broadcast(*shapes: Shape) -> Shape:
     return tuple(map(max, zip(*padded, strict=True)))
 
 
-def pointwise(*inputs: Outline, width: int | None = None) -> Outline:
+def pointwise(*inputs: MetaTensor, width: int | None = None) -> MetaTensor:
     """Return a new tensor computed element by element, in the memory order of the first input; by
     default as wide as the widest."""
     shape, first = broadcast(*(x.shape for x in inputs)), inputs[0]
@@ -96,7 +96,7 @@ def pointwise(*inputs: Outline, width: int | None = None) -> Outline:
     return first.memory.new(shape, width, heads_first=first.heads_first)
 
 
-def reduced(x: Outline, shape: Shape) -> Outline:
+def reduced(x: MetaTensor, shape: Shape) -> MetaTensor:
     """Return a new tensor of sums over dimensions of `x`."""
     return x.memory.new(shape, x.width)
 
@@ -109,17 +109,17 @@ def wide(width: int) -> int:
     return max(4, width)
 
 
-def part(x: Outline, tokens: int) -> Outline:
+def part(x: MetaTensor, tokens: int) -> MetaTensor:
     """Return a view of `tokens` tokens of a tensor [B, H, T, ...], at any position."""
     shape = (*x.shape[:2], tokens, *x.shape[3:])
-    return Outline(x.storage, shape, x.width, x.heads_first, x.whole and tokens == x.shape[2])
+    return MetaTensor(x.storage, shape, x.width, x.heads_first, x.whole and tokens == x.shape[2])
 
 
-def column(x: Outline) -> Outline:
-    return Outline(x.storage, (*x.shape, 1), x.width, x.heads_first, x.whole)
+def column(x: MetaTensor) -> MetaTensor:
+    return MetaTensor(x.storage, (*x.shape, 1), x.width, x.heads_first, x.whole)
 
 
-def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> None:
+def merge(out: MetaTensor, lse: MetaTensor, part_out: MetaTensor, part_lse: MetaTensor) -> None:
     difference = pointwise(part_lse, lse)
     weight = pointwise(difference)
     del difference
@@ -134,13 +134,13 @@ def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> N
 class OfQueries(NamedTuple):
     """The queries' side of a backward, as `attention.backends.BackwardQueries`."""
 
-    dout: Outline
-    q: Outline
-    out: Outline
-    lse: Outline
+    dout: MetaTensor
+    q: MetaTensor
+    out: MetaTensor
+    lse: MetaTensor
 
 
-Gradients = tuple[Outline, Outline, Outline]
+Gradients = tuple[MetaTensor, MetaTensor, MetaTensor]
 
 
 class FlashSizes:
@@ -150,20 +150,22 @@ class FlashSizes:
     def split(self, block: Block) -> tuple[Block, ...]:
         return tile_window(block)
 
-    def forward(self, q: Outline, _: Outline, __: Outline, block: Block) -> tuple[Outline, Outline]:
+    def forward(
+        self, q: MetaTensor, _: MetaTensor, __: MetaTensor, block: Block
+    ) -> tuple[MetaTensor, MetaTensor]:
         mask = self._mask(q, block)
         out = q.memory.new(q.shape, q.width, heads_first=q.heads_first)
         lse = q.memory.new(q.shape[:3], wide(q.width))
         del mask
         return out, lse
 
-    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
         mask = self._mask(of.q, block)
         parts = [x.memory.new(x.shape, x.width, heads_first=False) for x in (of.q, k, v)]
         del mask
         return parts[0], parts[1], parts[2]
 
-    def _mask(self, like: Outline, block: Block) -> Outline | None:
+    def _mask(self, like: MetaTensor, block: Block) -> MetaTensor | None:
         if block.window is None:
             return None
         hidden = pointwise(visible(like.memory, block))
@@ -180,30 +182,32 @@ class PaddedSizes:
     def split(self, block: Block) -> tuple[Block, ...]:
         return self.inner.split(block)
 
-    def forward(self, q: Outline, k: Outline, v: Outline, block: Block) -> tuple[Outline, Outline]:
+    def forward(
+        self, q: MetaTensor, k: MetaTensor, v: MetaTensor, block: Block
+    ) -> tuple[MetaTensor, MetaTensor]:
         q, k, wide_v = map(self._wide, (q, k, v))
         out, lse = self.inner.forward(q, k, wide_v, block)
         return _cut(out, v.shape[3]), lse
 
-    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
         dout, q, out, wide_k, wide_v = map(self._wide, (of.dout, of.q, of.out, k, v))
         padded = OfQueries(dout, q, out, of.lse)
         dq, dk, dv = self.inner.backward(padded, wide_k, wide_v, block)
         return _cut(dq, of.q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
 
-    def _wide(self, x: Outline) -> Outline:
+    def _wide(self, x: MetaTensor) -> MetaTensor:
         if x.shape[3] == self.width:
             return x
         return x.memory.new((*x.shape[:3], self.width), x.width, heads_first=False)
 
 
-def _cut(x: Outline, elements: int) -> Outline:
+def _cut(x: MetaTensor, elements: int) -> MetaTensor:
     """Return a view of the first elements of every head."""
     whole = x.whole and elements == x.shape[3]
-    return Outline(x.storage, (*x.shape[:3], elements), x.width, x.heads_first, whole)
+    return MetaTensor(x.storage, (*x.shape[:3], elements), x.width, x.heads_first, whole)
 
 
-def visible(memory: Memory, block: Block) -> Outline:
+def visible(memory: Memory, block: Block) -> MetaTensor:
     """Return which keys each query sees, bool [Sq, Sk], from int64 distances."""
     _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
@@ -221,7 +225,9 @@ class TiledSizes:
     def split(self, block: Block) -> tuple[Block, ...]:
         return (block,)
 
-    def forward(self, q: Outline, k: Outline, v: Outline, block: Block) -> tuple[Outline, Outline]:
+    def forward(
+        self, q: MetaTensor, k: MetaTensor, v: MetaTensor, block: Block
+    ) -> tuple[MetaTensor, MetaTensor]:
         width = wide(q.width)
         batch, heads, queries, _ = q.shape
         out = q.memory.new((batch, heads, queries, v.shape[3]), q.width, heads_first=False)
@@ -239,12 +245,12 @@ class TiledSizes:
                 merge(sum_out, sum_lse, weighted, _flat(part_lse, sum_lse.shape))
         return out, lse
 
-    def _weighted(self, scores: Outline, lse: Outline, v: Outline) -> Outline:
+    def _weighted(self, scores: MetaTensor, lse: MetaTensor, v: MetaTensor) -> MetaTensor:
         weights = pointwise(pointwise(scores, column(lse)))
         values = as_width(v, scores.width)
         return scores.memory.new((*weights.shape[:3], values.shape[3]), scores.width)
 
-    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
         dout, q, out, lse = of
         width, kv_heads = wide(q.width), k.shape[1]
         dq, dk, dv = (pointwise(x, width=width) for x in (q, k, v))
@@ -269,7 +275,9 @@ class TiledSizes:
                 del added
         return dq, dk, dv
 
-    def _score_gradient(self, weights: Outline, delta: Outline, slope: Outline) -> Outline:
+    def _score_gradient(
+        self, weights: MetaTensor, delta: MetaTensor, slope: MetaTensor
+    ) -> MetaTensor:
         upstream = pointwise(weights)
         centred = pointwise(upstream, delta)
         del upstream
@@ -277,7 +285,7 @@ class TiledSizes:
         del centred
         return pointwise(product, pointwise(slope))
 
-    def _scores(self, q: Outline, k: Outline, tile: Block) -> tuple[Outline, Outline]:
+    def _scores(self, q: MetaTensor, k: MetaTensor, tile: Block) -> tuple[MetaTensor, MetaTensor]:
         memory = q.memory
         scores = self._products(q, k, wide(q.width))
         bounded = pointwise(pointwise(scores))
@@ -288,7 +296,7 @@ class TiledSizes:
             scores = pointwise(scores, tall)
         return scores, slope
 
-    def _products(self, q: Outline, k: Outline, width: int) -> Outline:
+    def _products(self, q: MetaTensor, k: MetaTensor, width: int) -> MetaTensor:
         stacked = _stack(as_width(q, width), k.shape[1])
         keys = as_width(k, width)
         shape = (*stacked.shape[:3], keys.shape[2])
@@ -298,17 +306,17 @@ class TiledSizes:
 Kernel = FlashSizes | PaddedSizes | TiledSizes
 
 
-def _stack(x: Outline, kv_heads: int) -> Outline:
+def _stack(x: MetaTensor, kv_heads: int) -> MetaTensor:
     """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies unless heads are rows in memory."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
     if heads == kv_heads or tokens == 1 or (x.heads_first and x.whole):
-        return Outline(x.storage, shape, x.width, heads_first=True)
+        return MetaTensor(x.storage, shape, x.width, heads_first=True)
     return x.memory.new(shape, x.width)
 
 
-def _flat(x: Outline, shape: tuple[int, ...]) -> Outline:
-    return Outline(x.storage, shape, x.width, heads_first=True)
+def _flat(x: MetaTensor, shape: tuple[int, ...]) -> MetaTensor:
+    return MetaTensor(x.storage, shape, x.width, heads_first=True)
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
