@@ -49,13 +49,14 @@ ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], d
 
 
 def spread(free: Array, counted: Array) -> Array:
-    """Return [..., F, T] from [..., 3, F]: per T, the sum over the tensors that it counts."""
+    """Sum over the tensors with open tiers that `counted` [T, 3] selects: [..., F, T] from bytes or
+    seconds per tensor, [..., 3, F]."""
     return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduleGrid:
-    """Schedules of one kind of rank that differ in split, kept fractions and three tiers."""
+    """Schedules of one kind of rank by splits, save counts and three tiers, [K, F, T]."""
 
     cell_prices: CellPrices
     schedule: Schedule  # in tokens of the sequence; the open choices are not read
@@ -64,18 +65,18 @@ class ScheduleGrid:
 
     @cached_property
     def last_graphs(self) -> NDArray[np.int64]:
-        """Chunks whose activations the rank's last group keeps, [K, F]."""
+        """Number of chunks whose activations the rank's last group saves, [K, F]."""
         return np.where(self.splits.alone, 0, self.saves.graphs)
 
     @cached_property
     def lanes(self) -> tuple[Array, Array]:
-        """Seconds per lane without the update [K, 5, F], and copy seconds (fetch, evict) of x,
-        attention and activations if on the host [K, 2, 3, F]."""
+        """Seconds per lane without the update, [K, 5, F], and the copy seconds of tensors on the
+        host, [K, 2, 3, F]: fetch and evict; x, attention and activations."""
         return _lanes(self)
 
     @cached_property
     def streams(self) -> bool:
-        """Return whether whole weights come from main memory."""
+        """Return whether whole groups of weights are copied from main memory in each pass."""
         return streams(self.schedule, self.cell_prices.question.layout)
 
     @property
@@ -90,7 +91,7 @@ class ScheduleGrid:
 
     @cached_property
     def gathers(self) -> Array:
-        """Seconds of FSDP's collectives, including those of a reference, [K, 1]."""
+        """Seconds of FSDP's collectives per step, a reference model's included, [K, 1]."""
         found, prices = self.splits.gathers(self.cell_prices.prices), self.cell_prices.prices
         if self.evaluates and not self.streams:
             found = found + prices.gathered_once([self.splits.kind.layers])
@@ -98,12 +99,11 @@ class ScheduleGrid:
 
     @property
     def zero(self) -> Array:
-        """Zeros, [F]."""
         return np.zeros(len(self.saves.graphs))
 
     @cached_property
     def cell_inputs(self) -> Array:
-        """Bytes of the layer's input in a kept cell if no boundary has it, [K, L]."""
+        """Bytes per saved cell of the layer's input, [K, L]; 0 if saved between groups."""
         saves = np.array(
             [spec.saves_input for spec in self.cell_prices.model.layers], dtype=np.float64
         )
@@ -111,7 +111,8 @@ class ScheduleGrid:
         return np.asarray(saves * self.splits.inner * row)
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
-        """Bytes of a kept cell, [F], with O and LSE unless their own buffer has them all."""
+        """Bytes of one saved cell, [F]; O and LSE count unless the buffer of attention outputs
+        holds those of every saved chunk."""
         outside = (self.saves.attention >= self.saves.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -122,12 +123,12 @@ RankGrids = tuple[ScheduleGrid, ...]  # the same schedules on every kind of rank
 
 
 def grid_of(question: Question, schedule: Schedule) -> ScheduleGrid:
-    """Return the grid of a single schedule, with all its tiers, on the rank that has the head."""
+    """Return the grid of one schedule with every choice of tiers, on the rank with the head."""
     return rank_grids(question, schedule)[-1]
 
 
 def rank_grids(question: Question, schedule: Schedule) -> RankGrids:
-    """Return the grid of a single schedule on every kind of rank."""
+    """Return the grid of one schedule, with every choice of tiers, for each kind of rank."""
     found, like = list[ScheduleGrid](), None
     for kind in kinds_of(question, schedule):
         like = CellPrices(question, schedule, kind, like)
@@ -202,8 +203,8 @@ def _lanes(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _part(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
-    """Return the lanes [5, F] of one layer in this part, and the bytes [2, 3, F] of its O, LSE and
-    activations that are fetched and evicted, cached for all splits."""
+    """Return one layer's seconds per lane, [5, F], and the bytes of its O, LSE and activations that
+    are fetched and evicted, [2, 3, F]. Equal layers with equal roles share one result."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, is_cut=grid.is_cut), grid.cell_prices.known
     if (part, found) not in known:
@@ -215,7 +216,7 @@ def _part(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class _LayerCounts:
-    """One layer in its role."""
+    """Work and traffic per step of one layer with a given role in its group."""
 
     grid: ScheduleGrid
     role: Role
@@ -238,7 +239,7 @@ class _LayerCounts:
         return work, moved
 
     def _cells(self) -> Array:
-        """Return the seconds of the cells, and of copies on the device, [5, F]."""
+        """Seconds per lane of all the layer's cells, and of copies within the device, [5, F]."""
         cell_prices, spec, choices = self.grid.cell_prices, self.spec, self.choices
         lanes, compute = cell_prices.lanes, self.acts.of(COMPUTES, choices)
         work = lanes.forward[spec].total(compute, choices)
@@ -255,7 +256,7 @@ class _LayerCounts:
         return work
 
     def _bytes(self, act: Act, kind: Kind) -> Array:
-        """Return the bytes of a kind of tensor that instructions move, [F]."""
+        """Return the bytes per step that one instruction type moves of one kind of tensor, [F]."""
         cell_prices, choices = self.grid.cell_prices, self.choices
         if kind is Kind.ACTIVATIONS:
             cells = cell_prices.cells(choices.graphs)
@@ -266,8 +267,8 @@ class _LayerCounts:
 
 
 def _reference(grid: ScheduleGrid) -> Array:
-    """Return the seconds of the reference's forward, [5]. FSDP's gathers and the x that groups hand
-    on are left out; K, V lie where the open group's do."""
+    """Return the seconds per lane of the reference model's forward, [5], without FSDP's gathers and
+    the copies of x between groups. K, V lie on the tier of the open group's K, V."""
     cell_prices, kind, prices = grid.cell_prices, grid.splits.kind, grid.cell_prices.prices
     lanes, on_host = cell_prices.lanes, grid.schedule.kv is Tier.HOST
     work = np.zeros(LANES)
@@ -286,7 +287,8 @@ def _reference(grid: ScheduleGrid) -> Array:
 
 
 def _handed_on(grid: ScheduleGrid) -> Array:
-    """Bytes of x that groups or a stage hand on in the reference's forward, [K, 2, 3]."""
+    """Return the bytes of x copied between groups or pipeline stages in the reference model's
+    forward, [K, 2, 3]: fetch and evict; x, attention and activations."""
     cell_prices, kind, counts = grid.cell_prices, grid.splits.kind, grid.splits.counts[:, 0]
     moved = np.zeros((len(counts), LINK, len(Tier) + 1))
     moved[:, :, 0] = (cell_prices.x_row() * cell_prices.tokens * (counts - 1))[:, None]
@@ -296,8 +298,8 @@ def _handed_on(grid: ScheduleGrid) -> Array:
 
 
 def _boundaries(grid: ScheduleGrid) -> Array:
-    """Return the bytes copied for x and its gradient between groups, and for the inputs inside kept
-    cells, [K, 2, 3, F]: fetched and evicted; by x, attention and activations."""
+    """Return the bytes copied of x and its gradient between groups, and of layer inputs that saved
+    cells include, [K, 2, 3, F]: fetch and evict; x, attention and activations."""
     cell_prices, groups, kind = grid.cell_prices, grid.splits.counts, grid.splits.kind
     if kind.is_stage:
         above = Boundary.LAST_STAGE if kind.is_last else Boundary.STAGE
@@ -318,8 +320,7 @@ def _boundaries(grid: ScheduleGrid) -> Array:
 
 
 def _at(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
-    """Return the sum over all chunks of what is done at a boundary, [K, F]; `values` are those of
-    a chunk, [chunks]."""
+    """Sum of `values` [chunks] over the boundary's instructions of one type, [K, F]."""
     found = acts(boundary, grid.schedule, is_cut=grid.is_cut)
 
     def total(choices: SaveCounts) -> Array:
@@ -331,7 +332,7 @@ def _at(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Arra
 
 
 def _outside(grid: ScheduleGrid) -> Array:
-    """Return the seconds of embedding and head, where the rank has them, [K, F]."""
+    """Return the seconds of the embedding and the head on this rank, [K, F]."""
     lanes, several, kind = grid.cell_prices.lanes, grid.splits.counts > 1, grid.splits.kind
     earlier, last = Boundary.EARLIER, Boundary.LAST
     if kind.is_stage:
@@ -357,7 +358,7 @@ class Peaks:
 
 
 def peaks(grid: ScheduleGrid) -> Peaks:
-    """Return the peak bytes without what cells allocate briefly beyond their graphs."""
+    """Peak bytes per tier, [K, F, T], without what cells allocate beyond their graphs."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _fullest(grid))
@@ -367,22 +368,22 @@ def peaks(grid: ScheduleGrid) -> Peaks:
 
 
 def least(grid: ScheduleGrid) -> Peaks:
-    """Return the bytes that any choice of tiers takes: device [K, F, 1], host [K, 1, 1]. Slots and
-    the tensors kept from first pass to backward are left out."""
+    """Return a lower bound of the bytes that holds for any tiers: device [K, F, 1], host [K, 1, 1].
+    Staging slots and tensors saved for the backward are left out."""
     phases = zip(_first(grid), _backward(grid), strict=True)
     device, host = (_fullest_group(grid, np.maximum(*pair)) for pair in phases)
     return Peaks(device + fixed(grid), host + grid.splits.on_host)
 
 
 def _fullest_group(grid: ScheduleGrid, sizes: Array) -> Array:
-    """Return the largest of each split's groups, [K, ...], from the sizes [P, ...]."""
+    """Return the maximum over the groups of each split, [K, ...], of bytes per group [P, ...]."""
     # Six times as fast as `np.maximum.reduceat`.
     ends = pairwise([*grid.splits.groups.at, len(sizes)])
     return np.stack([sizes[slice(*pair)].max(axis=0) for pair in ends])
 
 
 def _fullest(grid: ScheduleGrid) -> Array:
-    """Return the peak bytes of the arenas on device and host, [2, K, F, T]."""
+    """Return the peak bytes of the device and host arenas, [2, K, F, T]."""
     groups = grid.splits.groups
     once, splits = grid.cell_prices.once, grid.splits
     device = once(("on device", splits), lambda: spread(_kept(grid), ON_DEVICE))
@@ -407,7 +408,7 @@ def _fullest(grid: ScheduleGrid) -> Array:
 
 
 def _first(grid: ScheduleGrid) -> tuple[Array, Array]:
-    """Return the bytes of K, V on device and host in the groups' first passes, [P, 1, 1] each."""
+    """Bytes of K, V on device and on host while a group runs forward, [P, 1, 1] each."""
     own, _, waiting = _kv(grid)
     s = grid.schedule
     is_copied = s.kv_kept and s.kv is Tier.DEVICE and s.kv_home is Tier.HOST
@@ -417,14 +418,14 @@ def _first(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _backward(grid: ScheduleGrid) -> tuple[Array, Array]:
-    """Bytes of K, V, dK, dV on device and host in the groups' backward, [P, 1, 1] each."""
+    """Bytes of K, V, dK, dV on device and on host while a group runs backward, [P, 1, 1] each."""
     own, gradients, waiting = _kv(grid)
     device, host = _tiers(grid, own + gradients, waiting)
     return device[..., None], host[..., None]
 
 
 def _kv(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
-    """Return the bytes of a group's K, V, of its dK, dV, and of the K, V below it, [P, 1] each."""
+    """Bytes of a group's K, V, of its dK, dV, and of the K, V of groups below, [P, 1] each."""
     sums, groups = grid.cell_prices.sums, grid.splits.groups
     own = sums.kv[groups.stop] - sums.kv[groups.first]
     gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
@@ -432,7 +433,7 @@ def _kv(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
 
 
 def _tiers(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Array]:
-    """Return the bytes on device and host of the open group and of the groups that wait."""
+    """Return the bytes on device and on host of the open group and of groups that wait."""
     on_host = grid.schedule.kv is Tier.HOST
     if on_host or grid.schedule.kv_home is Tier.HOST:
         return size * (not on_host), waiting + size * on_host
@@ -440,8 +441,7 @@ def _tiers(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Arra
 
 
 def _kept(grid: ScheduleGrid) -> Array:
-    """Return the bytes of x, attention and activations that a group and those below it keep from
-    first pass to backward, [P, 3, F]."""
+    """Bytes of x, attention and activations saved by a group and all groups below, [P, 3, F]."""
     cell_prices, saves, groups = grid.cell_prices, grid.saves, grid.splits.groups
     sums, layers, is_last = cell_prices.sums, len(cell_prices.model.layers), groups.is_last
     graphs = np.where(is_last, grid.last_graphs[groups.split], saves.graphs)
@@ -466,7 +466,7 @@ def _kept(grid: ScheduleGrid) -> Array:
 
 
 def _open(grid: ScheduleGrid) -> Array:
-    """Return the bytes of O and LSE that are kept while the group is open, [P, F]."""
+    """Bytes of O and LSE that the open group holds until its backward ends, [P, F]."""
     cell_prices, saves, groups = grid.cell_prices, grid.saves, grid.splits.groups
     kind = grid.splits.kind
     rebuilt = groups.is_last | (not grid.schedule.kv_kept) | kind.is_stage
@@ -481,8 +481,8 @@ def _open(grid: ScheduleGrid) -> Array:
 
 
 def differing(grid: ScheduleGrid) -> NDArray[np.bool_]:
-    """Return which choices differ from all earlier ones, [K, F, T]. A choice repeats another if
-    only the tier of a tensor differs that it never keeps. Pipeline stages hand on all tensors."""
+    """Return which choices differ from all earlier ones, [K, F, T]. Two choices are equal if they
+    differ only in the tier of a tensor that neither saves. Pipeline stages pass on all tensors."""
     saves, several = grid.saves, grid.splits.counts > 1
     has_x = several | (grid.last_graphs > 0) | grid.splits.kind.is_stage
     has_attention = (saves.attention > 0) | grid.schedule.attention_open
@@ -491,7 +491,8 @@ def differing(grid: ScheduleGrid) -> NDArray[np.bool_]:
 
 
 def fixed(grid: ScheduleGrid) -> Array:
-    """Return the device bytes of states, a chunk's graphs, inputs and reserve, [K, F, 1]."""
+    """Return the device bytes outside the arenas, [K, F, 1]: states, the batch, graphs and
+    gradients at their peak, and the machine's reserve."""
     cell_prices, splits = grid.cell_prices, grid.splits
     inputs = input_bytes(cell_prices.question, cell_prices.tokens)
     fixed = splits.fixed + inputs + cell_prices.question.machine.reserve
@@ -505,10 +506,11 @@ def momentary(grid: ScheduleGrid) -> Array:
 
 
 def _momentary(grid: ScheduleGrid) -> Array:
-    """Return the bytes of graphs and gradients, [K, F], which are outside the arenas: those of the
-    fuller of two moments. When the first chunk runs backward, gradients come from earlier batches
-    only, and the graphs are the largest of any group; when the last one does, in the first group,
-    all layers have gradients. With one chunk the second is the end of the step."""
+    """Return the peak bytes of graphs and gradients, which lie outside the arenas, [K, F]. The peak
+    is at one of two moments. While the first group to run backward runs its first chunk, only
+    earlier batches of the step have left gradients, and the graphs are those of the largest group.
+    While the last chunk of the first layers' group runs backward, all layers have gradients. With
+    one chunk the second moment is the end of the step."""
     cell_prices = grid.cell_prices
     gradients = np.array([[float(states.gradients)] for states in grid.splits.held])
     there = grid.splits.gradients
@@ -524,7 +526,7 @@ def _momentary(grid: ScheduleGrid) -> Array:
 
 
 def device_slots(grid: ScheduleGrid) -> Array:
-    """Bytes of the device buffers that serve any layer, for tensors on the host, [K, F, T]."""
+    """Bytes of device slots that layers use in turn for tensors on the host, [K, F, T]."""
     cell_prices, chunk, kind = grid.cell_prices, grid.cell_prices.keys[0], grid.splits.kind
     layers, many = cell_prices.model.layers, grid.splits.counts > 1
     pair = min(2, len(cell_prices.chunks))
@@ -571,7 +573,7 @@ def _attention_slots(grid: ScheduleGrid) -> Array:
 
 
 def _crossings(grid: ScheduleGrid, kind: Kind) -> Array:
-    """Return the number of copies of a kind of tensor in a step, [K, F]."""
+    """Copies between device and host per step of one kind of tensor, [K, F]."""
     parts, counts = grid.splits.parts
     each = np.ones(len(grid.cell_prices.chunks))
     found = []

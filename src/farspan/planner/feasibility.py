@@ -89,7 +89,7 @@ def space_grids(
 
 
 def _save_counts(space: Space, chunks: int) -> SaveCounts:
-    """Return every pair of fractions, in whole chunks."""
+    """Return every pair of the space's save fractions as numbers of chunks."""
     attention = sorted({round(part * chunks) for part in space.attention})
     graphs = sorted({round(part * chunks) for part in space.activations})
     pairs = np.array([(a, b) for a in attention for b in graphs], dtype=np.int64)
@@ -97,9 +97,8 @@ def _save_counts(space: Space, chunks: int) -> SaveCounts:
 
 
 def taken(grids: RankGrids, of: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Return the bytes of the fullest device and of a rank's share of main memory, both [K, F, T],
-    and those of each kind of rank's device, [kinds, K, F, T]; messages in flight and kernels'
-    workspaces are included."""
+    """Bytes of the fullest device and of a rank's share of main memory, both [K, F, T], and of each
+    kind of rank's device, [kinds, K, F, T], with messages and kernels' workspaces."""
     each = [of(grid) for grid in grids]
     for found, grid in zip(each, grids, strict=True):
         found.device += grid.cell_prices.passing
@@ -111,15 +110,15 @@ def taken(grids: RankGrids, of: Callable[[ScheduleGrid], Peaks] = peaks) -> tupl
 
 
 def fullest(grids: RankGrids, devices: Array) -> Array:
-    """Return the device bytes of the fullest kind of rank; kinds come first. Where both tiers are
-    one memory, return a rank's share."""
+    """Return the device bytes of the kind of rank that takes the most; `devices` is [kinds, ...].
+    On unified memory return a rank's mean share of one machine."""
     if grids[0].cell_prices.question.machine.unified:
         return together(grids, devices)
     return np.asarray(devices.max(axis=0))
 
 
 def together(grids: RankGrids, sizes: Array) -> Array:
-    """Return a rank's share of the memory of one machine's ranks; kinds of rank come first."""
+    """Return a rank's mean share of one machine's memory; `sizes` is [kinds, ...]."""
     if len(grids) == 1:
         return np.asarray(sizes[0])
     question, kinds = grids[0].cell_prices.question, [grid.splits.kind for grid in grids]
@@ -141,7 +140,7 @@ def limits(question: Question) -> tuple[int, int]:
 
 
 def room(question: Question, device: Array, host: Array) -> Array:
-    """Return the free share of the fuller tier."""
+    """Return the free fraction of the tier with the least left; negative if a tier overflows."""
     first, second = limits(question)
     if question.machine.unified:
         return np.asarray(1 - (device + host) / first)
@@ -149,19 +148,19 @@ def room(question: Question, device: Array, host: Array) -> Array:
 
 
 def may_fit(grids: RankGrids, device: Array, host: Array) -> NDArray[np.bool_]:
-    """Return the choices that fit by these bytes, [K, F, T]; of equal schedules only the first."""
+    """Return the choices that fit by these bytes, [K, F, T], and repeat no earlier choice."""
     fits = room(grids[0].cell_prices.whole, device, host) >= 0
     return np.asarray(fits & differing(grids[-1]) if fits.any() else fits)
 
 
 def any_may_fit(grids: RankGrids) -> bool:
-    """Return whether any choice may fit, by the bytes that every choice takes."""
+    """Return whether any choice may fit, by bytes that no choice can avoid."""
     found, _ = taken(grids, least)
     return bool((room(grids[0].cell_prices.whole, found.device, found.host) >= 0).any())
 
 
 def fitting(grids: RankGrids) -> NDArray[np.bool_]:
-    """Return the choices that may fit by their bounds, [K, F, T]."""
+    """Return the choices whose bounds of memory fit, [K, F, T]."""
     found, _ = taken(grids)
     return may_fit(grids, found.device, found.host)
 
@@ -182,8 +181,7 @@ def states_do_not_fit(question: Question) -> bool:
 
 
 def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
-    """Return the `count` schedules whose fuller tier has the most left by its bounds, at most one
-    for each split and set of switches."""
+    """Return the `count` schedules with the most free memory, one per split and switches."""
     found = []
     for grids, schedule, sizes in space_grids(question, space):
         bytes_, _ = taken(grids)
@@ -202,13 +200,13 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes to spare on the device and on its share of the host, negative if it does not fit."""
+    """Bytes to spare on the device and on its share of the host, negative if too small."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 
 
 def fits(question: Question, schedule: Schedule) -> bool:
-    """Return whether the schedule fits, by its bounds and then by an outline of its program."""
+    """Return whether the schedule fits, by its bounds and by its program of a few chunks."""
     found, _ = taken(rank_grids(question, schedule))
     tiers = tiers_of(schedule)
     free = room(question, found.device[..., tiers], found.host[..., tiers])
@@ -216,9 +214,9 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """Return the representative chunks: the latest of each run that keeps the same, and one more of
-    the earliest run, which runs backward when all layers have gradients. With unequal chunks the
-    `first` too, which is the longest."""
+    """Return the representative chunks: the latest of each run of chunks that save the same
+    tensors, and one more of the earliest run, which runs backward when all layers have gradients.
+    `first` adds the first chunk, the longest of unequal chunks."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])
@@ -228,8 +226,8 @@ def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> 
 def transient(
     cell_prices: CellPrices, schedule: Schedule, attention: int, graphs: int, walked: Sequence[int]
 ) -> int:
-    """Return the bytes that cells of the rank allocate briefly, as `Peak.transient`, in the
-    `walked` chunks. The latest `attention` and `graphs` chunks keep O and LSE, and activations."""
+    """Peak bytes that cells allocate briefly in the `walked` chunks (`Peak.transient`). The latest
+    `attention` chunks save O and LSE, the latest `graphs` chunks activations."""
     chosen = replace(
         schedule,
         attention_save_fraction=latest_fraction(cell_prices.chunks, attention),
@@ -239,9 +237,9 @@ def transient(
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
-    """Return the least bytes of gradients, their sums and the last backward of the embedding. They
-    depend on the schedule's chunk only; a stage of a pipeline returns 0. All layers have gradients
-    at that moment, and those of the first group, which has at least one, still have their sums."""
+    """Lower bound of the bytes of gradients and fp32 sums in the last backward of the embedding. It
+    depends on the chunk size only; 0 for a pipeline stage. At that moment all layers have
+    gradients, and the first group, of at least one layer, still has its sums."""
     if cell_prices.kind.is_stage:
         return 0
     layers, chunks = len(cell_prices.model.layers), len(cell_prices.chunks)
@@ -255,7 +253,7 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 
 
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
-    """Return a walk through the program's outline with the `walked` chunks."""
+    """Return a memory walk through an outline of the program that has only the `walked` chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
     arguments, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
     program = build_program(*arguments, walked=walked, is_cut=is_cut)
@@ -270,13 +268,13 @@ def latest_fraction(chunks: Chunks, count: int) -> float:
 
 
 def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    """Return the plan of `evaluate` in a fraction of its time; see `composed`."""
+    """Return the same plan as `evaluate` in a fraction of the time; see `composed`."""
     return composed(question, strategy, schedule, outlined(question, schedule))[0]
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
-    """Seconds, with the plan's schedule, of one pass over a mean of token losses, of a step of the
-    plan's loss whose reference was evaluated before, and of a step with its reference."""
+    """Seconds of three steps with the plan's schedule: with a mean of token losses, with the plan's
+    loss and a reference evaluated earlier, and with the reference evaluated in the step."""
     question = plan.question
     stored = replace(question.loss, reference=Reference.STORED)
     losses = Objective(), stored if question.loss.evaluates else question.loss, question.loss
@@ -290,9 +288,9 @@ def loss_seconds(plan: Plan) -> tuple[float, float, float]:
 def composed(
     question: Question, strategy: str, schedule: Schedule, sized: Sized
 ) -> tuple[Plan, tuple[Program, ...]]:
-    """Return the plan of an outline, as `evaluate` does, and the programs that were built for its
-    time. Lanes' seconds are counted; if they overlap and the plan fits, a program of fewer layers
-    gives the step's time. Programs of a pipeline or with sparse attention are walked whole."""
+    """Return the same plan as `evaluate` from an outline, and the programs built to time it. If
+    lanes overlap and the plan fits, a program of fewer layers is simulated; otherwise the seconds
+    of each lane are added up. Pipelines and sparse attention are simulated whole."""
     if question.layout.pipeline > 1 or schedule.sparse is not None:
         whole = size(question, schedule) if schedule.sparse is None else sized
         return evaluate(question, strategy, schedule, whole), whole.programs
@@ -316,7 +314,7 @@ def composed(
 
 
 def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
-    """Seconds of one pipeline stage: the busiest lane's, or all lanes' if nothing overlaps."""
+    """Seconds of a step on one stage: the busiest lane's, or all lanes' without overlap."""
     grid, tiers = grid_of(question, schedule), tiers_of(schedule)
     work, copies = grid.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]

@@ -6,16 +6,16 @@ is faster. When no bound is left below the best, the best is the optimum of the 
 budget of seconds runs out first, the best is at most `gap` slower than the optimum, by the lowest
 bound left.
 
-Kinds. Bounds know a cell's graphs, but not its brief allocations. Those depend on the split and on
-which chunks are kept, so choices that are alike in these share them: a kind. They are computed when
-the fastest choice of a kind has its turn, and then count for all (`TransientCache`). The modules
+Kinds. Bounds count a cell's graphs, but not its transient allocations, which depend on the split
+and on which chunks are saved. Choices that are alike in both are one kind: their transient bytes
+are computed when the fastest choice of the kind has its turn (`TransientCache`). Those of modules
 outside the layers are the same for all kinds, and count as soon as a frontier is opened.
 
 Footprint. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s
 on two cores), and no other program has it then. Many schedules are nearly as fast as the fastest,
 and some take tens of GiB less. Candidates that may be near enough by their bounds of time are
 simulated in the order of their bounds of bytes, so the first that proves near enough takes the
-least. The gap includes the time that this costs.
+fewest bytes. The gap includes the time that this costs.
 
 Sizes. `loss_chunk_size` and `kv_block` would each double the space, and both are nearly independent
 of the rest of a schedule: a larger piece of the head reads and writes the gradient of its weights
@@ -59,7 +59,7 @@ KINDS = 27  # kinds of kept choices for each split, numbered by SaveCounts.alike
 
 @dataclass(slots=True)
 class Choices:
-    """Open choices, fastest first, and the smallest of equally fast ones first; arrays are [N]."""
+    """N choices of a grid that are not simulated yet, by their bound of time, then bytes."""
 
     index: Index  # into the grid, [K, F, T], flattened
     seconds: Array
@@ -110,10 +110,9 @@ class SearchEffort:
 
 
 class Frontier:
-    """The open choices of one grid of schedules. `lowest` bounds the seconds of every open
-    choice, `bound` those of all. Most grids are slower than the best
-    even if all their choices fit; of most others the choices that fit are slower (`settle`), so few
-    are opened."""
+    """Choices of one grid that are not simulated yet, opened only when needed. `lowest` bounds the
+    seconds of every choice left, `bound` those of all choices. Most grids are never opened: all
+    their choices, or those that fit (`settle`), are slower than the best plan."""
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class Frontier:
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
-        """Bound the seconds of the choices that may fit."""
+        """Raise the bound to that of the choices that may fit."""
         self.is_settled = True
         self._bound(self.fits())
 
@@ -161,7 +160,8 @@ class Frontier:
         self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
     def within(self, limit: float, cells: "TransientCache") -> Choices:
-        """Return unordered choices that may fit in under `limit` seconds, before counting cells."""
+        """Return the choices that may fit and take under `limit` seconds, in no order. Transient
+        bytes of cells are not counted yet."""
         times = slowest(self.grids, in_line=self.is_in_line)
         found, devices = taken(self.grids)
         devices += np.stack([cells.least(grid) for grid in self.grids])[..., None]
@@ -183,8 +183,8 @@ class Frontier:
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
     def step(self, cells: "TransientCache") -> Schedule | None:
-        """Return the fastest choice and close it; or count the cells of its kind and return None,
-        if they were not counted before."""
+        """Return the schedule of the fastest choice and remove the choice; return None if the
+        transient bytes of its kind were counted only now, which may reorder the choices."""
         choices = self.choices
         assert choices is not None
         kind = int(choices.kind[0])
@@ -206,8 +206,7 @@ class Frontier:
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def held(self, kind: int, cells: "TransientCache") -> Array:
-        """Return the bytes that the cells of a kind allocate briefly on each kind of rank, [S, 1],
-        beyond those that `within` counts."""
+        """Transient bytes of a kind's cells beyond those in `within`, [S, 1] per kind of rank."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:
@@ -232,7 +231,7 @@ class Frontier:
 
 
 class _Queue:
-    """Frontiers, the one with the lowest bound first."""
+    """Priority queue of frontiers by their lower bound of time."""
 
     def __init__(self, frontiers: Sequence[Frontier]) -> None:
         self._heap = [(f.lowest, at, f) for at, f in enumerate(frontiers) if f.lowest < INFINITE]
@@ -240,7 +239,7 @@ class _Queue:
         self._settle()
 
     def _settle(self) -> None:
-        """Settle frontiers until the first one is settled."""
+        """Settle the first frontier until the first one stays first."""
         while self._heap and not self._heap[0][2].is_settled:
             _, at, frontier = heapq.heappop(self._heap)
             frontier.settle()
@@ -252,12 +251,12 @@ class _Queue:
 
     @property
     def lowest(self) -> float:
-        """Lower bound of the seconds of every open choice."""
+        """Lower bound of the seconds of every choice left."""
         return self._heap[0][0] if self._heap else INFINITE
 
     def step(self, best: float, cells: "TransientCache") -> Schedule | None:
-        """Expand the frontier with the lowest bound, and return the schedule that it yields, if
-        any. Choices that cannot be faster than `best` seconds are left out."""
+        """Take one step on the frontier with the lowest bound: open it, or return its next
+        schedule. Opening leaves out choices that cannot be faster than `best` seconds."""
         _, at, frontier = heapq.heappop(self._heap)
         schedule = None
         if frontier.choices is None:
@@ -270,14 +269,14 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, by kind; grids share them."""
+    """Bytes that cells allocate briefly, by kind of choice, shared by all grids."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, grid: ScheduleGrid) -> Array:
-        """Least bytes of every choice beyond its bounds, [K, F], by modules outside the layers."""
+        """Bytes by which modules outside the layers exceed each choice's bound, [K, F]."""
         chunk = grid.schedule.chunk
         if chunk not in self._outside:
             given = grid.schedule
@@ -286,7 +285,7 @@ class TransientCache:
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(grid)))
 
     def beyond(self, grid: ScheduleGrid, split: int, alike: int) -> float:
-        """Return the least bytes that the choices of a kind take beyond their bounds."""
+        """Least bytes by which the cells of one kind exceed their bound of memory."""
         saves, s, sizes = grid.saves, grid.schedule, grid.splits.sizes[split]
         members = saves.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
@@ -315,8 +314,9 @@ def footprint(plan: Plan) -> Footprint:
 
 
 def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
-    """Return the plan with the least footprint, and the fastest of equal ones, among the plans that
-    fit as well as any and take at most `tolerance` longer than the fastest such plan."""
+    """Return the plan with the least footprint among those that are nearly as fast as the fastest.
+    Only plans with the best `fit` count; they may take a fraction of `tolerance` longer than the
+    fastest. Of equal footprints the fastest wins."""
     found = list(plans)
     most = max(plan.fit for plan in found)
     fitting = [plan for plan in found if plan.fit is most]
@@ -326,7 +326,7 @@ def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
 
 
 def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the plan to run, which is the lightest if any fits, and the other plans by rank."""
+    """Return the plan to run, the lightest if any fits, and the other plans by rank."""
     ranked = sorted(plans, key=Plan.rank)
     best = lightest(ranked) if ranked[0].fits else ranked[0]
     return best, tuple(plan for plan in ranked if plan is not best)
@@ -334,17 +334,17 @@ def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
-    """A schedule with its bounds."""
+    """A schedule with the lower bound of its footprint, ordered by that bound."""
 
     footprint: Footprint
     at: int  # index of its frontier
     index: int  # in the frontier's grid
     kind: int
-    is_counted: bool = False  # the footprint includes the cells of its kind
+    is_counted: bool = False  # the footprint includes transient bytes of its kind
 
 
 class FootprintSearch:
-    """Search for the least footprint among the schedules that the search for time bounded."""
+    """Search for the least footprint among choices that the search for time has bounded."""
 
     def __init__(
         self, question: Question, frontiers: Sequence[Frontier], cells: TransientCache
@@ -391,7 +391,7 @@ class FootprintSearch:
                 )
 
     def _counted(self, candidate: _Candidate) -> _Candidate:
-        """Return the candidate with the brief allocations of its kind's cells in its footprint."""
+        """Return the candidate with the transient bytes of its kind added to its footprint."""
         host, device = candidate.footprint
         # The kind of rank with the least, since any kind may be the fullest.
         device += float(self.frontiers[candidate.at].held(candidate.kind, self.cells).min())
@@ -406,7 +406,7 @@ class FootprintSearch:
 def simulated(
     question: Question, strategy: str, schedule: Schedule, effort: SearchEffort
 ) -> Plan | None:
-    """Return the plan of a schedule from `feasibility.composed`, or None if it does not fit."""
+    """Return the plan of a schedule by simulation, or None if it does not fit."""
     sized = outlined(question, schedule)
     effort.build(sized.programs)
     if not sized.fits:
@@ -423,7 +423,7 @@ LEAST_SECONDS = 0.4  # and at least this many seconds, since it saves tens of Gi
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a search."""
+    """Best plan that a search found, and a lower bound for all others."""
 
     best: Plan | None  # None: nothing fits, or nothing that fits was found in time
     fastest: Plan | None  # `best`, or the plan that it replaced because it takes fewer bytes
@@ -432,12 +432,12 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Upper bound of the fraction by which the best is slower than the optimum."""
+        """Upper bound of the fraction by which the best plan is slower than the optimum."""
         return 0.0 if self.best is None else gap(self.best, self.lowest)
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """Largest fraction by which a plan is slower than the optimum, which takes `lowest` or more."""
+    """Largest fraction by which a plan is slower than the optimum of at least `lowest` seconds."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1
@@ -451,9 +451,9 @@ def search(
     tolerance: float = 0.0,
     near: float = SLACK,
 ) -> Outcome:
-    """Return the best schedule of the space by its simulated time, or `best` if none is faster.
-    Among schedules that take at most a fraction of `tolerance` longer, the one with the least
-    footprint that was found wins.
+    """Return the fastest schedule of the space by simulation, or `best` if none is faster. Among
+    schedules that take at most a fraction of `tolerance` longer than the fastest, the one with the
+    least footprint wins.
 
     The search stops when nothing is left that may be faster by a fraction of `near`. `seconds` are
     those of `SearchEffort`, so any machine finds the same schedule; at most an eighth more, or
@@ -519,8 +519,9 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
-    """Return the plans with the sizes of pieces that are best for the first plan; a plan stays as
-    it is if the sizes do not fit it. After `seconds` of `SearchEffort` no other program is tried.
+    """Return the plans with better `loss_chunk_size` and `kv_block`, chosen for the first plan. A
+    plan stays as it is if the sizes do not fit it. No program is tried after `seconds` of
+    `SearchEffort`.
 
     Their gaps assume that any schedule saves as much.
     """
@@ -546,7 +547,7 @@ def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort
 
 
 def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
-    """Sizes that by their prices save enough over the size before; others are skipped."""
+    """Return the sizes that each save at least `WORTH` of the step, by their prices."""
     found, known = list[int](), _work(plan, plan.schedule)
     for tokens in sizes:
         work = _work(plan, _with(plan.schedule, field, tokens))
@@ -557,9 +558,8 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 
 
 def _work(plan: Plan, schedule: Schedule) -> float:
-    """Return the seconds of the head and of one forward and backward of every cell, whose number is
-    the same for any size. With sparse attention only the head counts, and only its size is
-    chosen."""
+    """Seconds of the head and of one forward and backward of every cell; other costs do not depend
+    on sizes. With sparse attention only the head counts, since only its size is chosen."""
     cell_prices = CellPrices(plan.question, schedule)
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
@@ -574,8 +574,8 @@ def _work(plan: Plan, schedule: Schedule) -> float:
 
 
 def _resized(plan: Plan, schedule: Schedule, effort: SearchEffort) -> Plan:
-    """Return the plan of a schedule that differs in its pieces. Returns `plan` if the new one fits
-    less well, or takes even more where `plan` is tight."""
+    """Return the plan with a schedule that differs only in `loss_chunk_size` or `kv_block`. Returns
+    `plan` if the new plan fits less well, or takes more memory although `plan` is tight."""
     found = simulated(plan.question, plan.strategy, schedule, effort)
     if found is None:
         return plan
@@ -592,7 +592,7 @@ def _with(schedule: Schedule, field: str, size: int) -> Schedule:
 
 
 def _blocks(plan: Plan) -> Iterator[int]:
-    """Yield block sizes to try: if K, V lie on the device and calls on earlier keys get longer."""
+    """Yield values of `kv_block` to try, if K, V lie on the device and calls can get longer."""
     question, schedule = plan.question, plan.schedule
     batch, tokens = question.run.batch, question.run.tokens
     if schedule.kv is Tier.HOST or schedule.sparse is not None or question.layout.ring > 1:

@@ -49,7 +49,8 @@ PARTS_OF_ACTIVATIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Choices of a search. Fractions and the tiers of x, attention and activations stay open."""
+    """Choices that a search combines into schedules: chunk sizes, splits into groups, save
+    fractions, tiers of K, V. Tiers of x, attention and activations are always open."""
 
     chunks: tuple[int, ...]
     splits: tuple[Split, ...]
@@ -68,7 +69,7 @@ class Space:
                     yield replace(base, chunk=chunk, groups=split)
 
     def grids(self) -> Iterator[tuple[Schedule, tuple[Split, ...]]]:
-        """Yield the same schedules, grouped: one for each set of switches, and all its splits."""
+        """Yield `schedules` grouped by chunk size and switches: one of them, and all splits."""
         found: dict[Schedule, list[Split]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
@@ -120,8 +121,8 @@ def whole_space(question: Question) -> Space:
 
 
 def leanest(question: Question) -> Space:
-    """Return the part of the space that takes the least memory: nothing recomputable is kept, and
-    chunks are short, since a cell's memory grows with its chunk."""
+    """Return the part of the space that takes the least memory: it saves nothing that can be
+    recomputed, and chunks are short, since a cell's memory grows with its chunk."""
     whole = whole_space(question)
     return replace(whole, chunks=whole.chunks[:2], attention=(0.0,), activations=(0.0,), lean=True)
 
@@ -141,7 +142,7 @@ def chunk_sizes(question: Question) -> tuple[int, ...]:
 
 
 def splits(model: ModelSpec) -> tuple[Split, ...]:
-    """Return the splits, even and tapered, for every number of groups that differs."""
+    """Return an even and a tapered split of the layers for every useful number of groups."""
     layers = len(model.layers)
     found: dict[Split, None] = {}
     for size in range(1, layers + 1):
@@ -152,15 +153,15 @@ def splits(model: ModelSpec) -> tuple[Split, ...]:
 
 
 def even(layers: int, groups: int) -> tuple[int, ...]:
-    """Return sizes that differ by at most one, larger ones last, which recompute a layer less."""
+    """Return sizes that differ by at most one; larger groups come last and recompute less."""
     size, more = divmod(layers, groups)
     return (size,) * (groups - more) + (size + 1,) * more
 
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
-    """Return the split into `groups` whose fullest backward holds the fewest bytes a token:
-    boundaries below, the output's gradient unless the head makes it, and the group's K, V, dK,
-    dV."""
+    """Return the group sizes whose fullest backward holds the fewest bytes per token. Counted are
+    the hidden states between the groups below, the gradient of the group's output unless the head
+    makes it, and the group's K, V, dK, dV."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
     # Recurrent layers have no K, V; those that attend are dealt evenly among them.
@@ -169,7 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """The largest groups under a level, at least a layer each."""
+        """Return the largest group sizes under a level, at least one layer each."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
@@ -189,7 +190,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """The largest fraction that every constraint allows."""
+    """Upper bounds of MEMO's alpha, the fraction of tokens whose activations are saved."""
 
     limits: dict[str, float]  # by constraint, each between 0 and 1
 
@@ -210,7 +211,7 @@ class _Layer:
 
 
 def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
-    """Return alpha for a layer-major schedule that keeps x, O and LSE on the host."""
+    """Return alpha for a schedule that runs layer by layer and saves x, O and LSE on the host."""
     cell_prices = CellPrices(question, schedule)
     layer = _widest(cell_prices)
     prices = cell_prices.prices
@@ -245,7 +246,7 @@ def _part(room: float, size: float) -> float:
 
 
 def _widest(cell_prices: CellPrices) -> _Layer:
-    """Return the layer that swaps most; in a model of equal layers any of them."""
+    """Return the layer that swaps the most bytes."""
     keys, count = cell_prices.share.keys.total, cell_prices.cells(np.array(len(cell_prices.chunks)))
     beside, found = cell_prices.question.overlap, []
     for spec in cell_prices.classes:
@@ -282,7 +283,7 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
 
 
 def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
-    """Return 1 if the device fits two cells' rounding buffers and the rest of a step, else 0."""
+    """Return 1 if the device has room for the rounding buffers of two cells, else 0."""
     question = cell_prices.question
     if question.machine.unified:
         return 1.0
