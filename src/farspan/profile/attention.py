@@ -1,7 +1,7 @@
 """Memory of attention in one cell, following `engine.attention_op` and `attention.chunk`.
 
-Every statement here mirrors one there, so temporaries live as long as theirs. Legend: B batch, C
-tokens of the chunk, H query heads, Hk key-value heads, D head dim.
+Statements follow those of the two files one by one, so temporaries live as long as theirs. Legend:
+B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ from farspan.spec import LayerSpec, Sparse
 
 @dataclass(slots=True)
 class Call:
-    """The attention of one chunk without its tensors."""
+    """The attention call of one chunk, without tensors."""
 
     kernel: Kernel
     blocks: tuple[Block, ...]
@@ -57,9 +57,9 @@ def attention_bytes(
     heads_first: bool,
     chooses: bool,
 ) -> tuple[int, int]:
-    """Return peak bytes of a chunk's attention, forward and backward, with results but without
-    queries, keys and values. `run` is (batch, bytes of an element); `heads_first` gives the memory
-    layout of queries; `chooses` says that the cell chooses pages."""
+    """Return the peak bytes of one chunk's attention, (forward, backward), with results but without
+    q, k and v. `run` is (batch, bytes of an element); `heads_first` says that heads precede tokens
+    in the memory of q; `chooses` says that the cell chooses pages."""
     batch, width = run
     memory = Memory()
 
@@ -98,7 +98,7 @@ def sparse_call(
     tokens: int,
     in_slots: bool,
 ) -> Call:
-    """Return the sparse form of a dense call."""
+    """Return a dense call restricted to near keys and chosen pages."""
     far = far_of(heads, sparse, run, call.q_start, tokens)
     units = 0 if far is None else most_units_of(far)
     blocks = near_blocks(call.blocks, sparse, call.q_start)
@@ -106,7 +106,7 @@ def sparse_call(
 
 
 def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block: int) -> Call:
-    """Return the dense attention of tokens [start, stop) of `batch` sequences."""
+    """Return the dense attention call of tokens [start, stop) in `batch` sequences."""
     row = batch * attention.query_heads * max(attention.head_dim, attention.value_dim)
     blocks = plan_blocks(start, stop, kv_block, attention.window)
     narrow = tuple(piece for block in blocks for piece in cut_wide(block, most_tokens(row)))
@@ -114,7 +114,7 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 
 
 def kernel_of(attention: LayerSpec) -> Kernel:
-    """Return the sizes of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
+    """Return the size model of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
     if attention.softcap is not None:
         return TiledSizes()
     if attention.head_dim == attention.value_dim:
@@ -216,7 +216,7 @@ def _sink_gradient(
 
 
 class _Sum:
-    """A sum of parts; a first part of full size becomes the sum."""
+    """Sum of partial results. A first part with the full shape becomes the sum without a copy."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width
@@ -261,13 +261,13 @@ def own_blocks(call: Call) -> tuple[Block, ...]:
 
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
-    """Yield blocks over earlier keys in ascending order, together if their key ranges overlap."""
+    """Yield blocks on earlier keys, ascending; those with overlapping keys come together."""
     for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 
 
 def _few(blocks: Iterator[Block]) -> tuple[Block, ...]:
-    """Shorten long runs of equal blocks, which add nothing to the peak."""
+    """Shorten long runs of equal blocks, which do not raise the peak."""
     kept: list[Block] = []
     repeats = 0
     for block in blocks:
@@ -283,7 +283,7 @@ def _extent(block: Block) -> tuple[int, int, bool, bool]:
 
 
 def _stored(like: MetaTensor, visit: tuple[Block, ...]) -> MetaTensor:
-    """Return a visit's keys or values as stored: rows of tokens in an arena."""
+    """Return the keys or values of several blocks as the arena stores them, tokens first."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
     return like.memory.given((batch, heads, tokens, width), like.width, heads_first=False)

@@ -1,10 +1,9 @@
-"""Memory of attention in one block, by kernel of `attention.backends`.
+"""Memory of one attention call on a block, for each kernel of `attention.backends`.
 
-Tensors here have a size but no elements, since blocks of keys are known only when a plan is made,
-and plans are made without torch. Such a tensor is a view of a storage, and a storage counts its
-bytes from its creation to the death of its last view (CPython's reference counts, as for a tensor).
-So a peak is read off, not derived. Of a layout it is enough to know whether heads or tokens come
-first. `width` is the bytes of an element.
+Tensors here have a shape but no data (`MetaTensor`), since plans are made without torch. They are
+views of a storage, and a storage counts its bytes from its creation to the death of its last view
+(CPython's reference counts, as for a tensor). So a peak is read off, not derived. Of the memory
+layout only the order of heads and tokens matters. `width` is the bytes of an element.
 
 q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]; out [B, H, Sq, Dv], lse [B, H, Sq].
 """
@@ -23,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 class Memory:
-    """A counter of the bytes of live storages, and of their peak."""
+    """Counter of the bytes of live storages, and of their peak."""
 
     __slots__ = ("live", "peak")
 
@@ -31,20 +30,20 @@ class Memory:
         self.live = self.peak = 0
 
     def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
-        """Return a tensor that is counted elsewhere, such as a view of an arena."""
+        """Return a tensor that takes no bytes here, such as a view of an arena."""
         return MetaTensor(Storage(self, 0), shape, width, heads_first)
 
     def new(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
-        """Return a new tensor [B, H, T, ...], stored so or as [B, T, H, ...]."""
+        """Return a new tensor [B, H, T, ...], stored as [B, T, H, ...] without `heads_first`."""
         return MetaTensor(Storage(self, prod(shape) * width), shape, width, heads_first)
 
     def pass_by(self, size: int) -> None:
-        """Allocate bytes and free them at once."""
+        """Allocate bytes and free them at once, which only raises the peak."""
         self.new((size,), 1)
 
 
 class Storage:
-    """Bytes that live as long as a reference to them."""
+    """Bytes that stay allocated as long as a tensor refers to them."""
 
     __slots__ = ("memory", "size")
 
@@ -58,7 +57,7 @@ class Storage:
 
 
 class MetaTensor:
-    """A view of a storage. `whole`: it has all tokens and elements of a head."""
+    """View of a storage, without data. `whole`: it has all tokens and elements of a head."""
 
     __slots__ = ("heads_first", "shape", "storage", "whole", "width")
 
@@ -73,12 +72,12 @@ class MetaTensor:
         return self.storage.memory
 
     def with_heads_first(self) -> bool:
-        """Return whether heads precede tokens in memory, and are more than one of each."""
+        """Return whether heads precede tokens in memory, with more than one of each."""
         return self.heads_first and min(self.shape[1:3]) > 1
 
 
 def as_width(x: MetaTensor, width: int) -> MetaTensor:
-    """Cast to another width; returns the tensor itself if it already has that width."""
+    """Cast to elements of `width` bytes; returns the tensor itself if it has them."""
     return x if x.width == width else pointwise(x, width=width)
 
 
@@ -89,15 +88,14 @@ def broadcast(*shapes: Shape) -> Shape:
 
 
 def pointwise(*inputs: MetaTensor, width: int | None = None) -> MetaTensor:
-    """Return a new tensor computed element by element, in the memory order of the first input; by
-    default as wide as the widest."""
+    """Return the new tensor of an element-wise operation, in the memory order of the first input.
+    It is as wide as the widest input unless `width` is given."""
     shape, first = broadcast(*(x.shape for x in inputs)), inputs[0]
     width = width or max(x.width for x in inputs)
     return first.memory.new(shape, width, heads_first=first.heads_first)
 
 
 def reduced(x: MetaTensor, shape: Shape) -> MetaTensor:
-    """Return a new tensor of sums over dimensions of `x`."""
     return x.memory.new(shape, x.width)
 
 
@@ -105,12 +103,12 @@ def reduced(x: MetaTensor, shape: Shape) -> MetaTensor:
 
 
 def wide(width: int) -> int:
-    """Return the bytes of an element of sums over blocks."""
+    """Return the bytes of an element in sums over blocks: 4, or 8 for float64."""
     return max(4, width)
 
 
 def part(x: MetaTensor, tokens: int) -> MetaTensor:
-    """Return a view of `tokens` tokens of a tensor [B, H, T, ...], at any position."""
+    """Return a view of `tokens` consecutive tokens of a tensor [B, H, T, ...]."""
     shape = (*x.shape[:2], tokens, *x.shape[3:])
     return MetaTensor(x.storage, shape, x.width, x.heads_first, x.whole and tokens == x.shape[2])
 
@@ -132,7 +130,7 @@ def merge(out: MetaTensor, lse: MetaTensor, part_out: MetaTensor, part_lse: Meta
 
 
 class OfQueries(NamedTuple):
-    """The queries' side of a backward, as `attention.backends.BackwardQueries`."""
+    """Inputs of a backward with one row per query, as in `attention.backends.BackwardQueries`."""
 
     dout: MetaTensor
     q: MetaTensor
@@ -144,8 +142,8 @@ Gradients = tuple[MetaTensor, MetaTensor, MetaTensor]
 
 
 class FlashSizes:
-    """Sizes of aten's flash attention: outputs, and a float mask if a window hides keys. Only this
-    class knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
+    """Memory of aten's flash attention: outputs, and a float mask if a window hides keys. It holds
+    for CUDA too, where outputs have the same sizes and no mask is built."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return tile_window(block)
@@ -174,7 +172,7 @@ class FlashSizes:
 
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:
-    """Sizes of `inner` on heads padded to `width`, whose copies live as long as the call."""
+    """Memory of `inner` on heads padded to `width`; the copies live as long as the call."""
 
     inner: FlashSizes
     width: int
@@ -202,13 +200,13 @@ class PaddedSizes:
 
 
 def _cut(x: MetaTensor, elements: int) -> MetaTensor:
-    """Return a view of the first elements of every head."""
+    """Return a view of the first `elements` elements of every head."""
     whole = x.whole and elements == x.shape[3]
     return MetaTensor(x.storage, (*x.shape[:3], elements), x.width, x.heads_first, whole)
 
 
 def visible(memory: Memory, block: Block) -> MetaTensor:
-    """Return which keys each query sees, bool [Sq, Sk], from int64 distances."""
+    """Return the mask of keys that each query sees, bool [Sq, Sk], from int64 distances."""
     _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
     del keys
@@ -220,7 +218,7 @@ def visible(memory: Memory, block: Block) -> MetaTensor:
 
 
 class TiledSizes:
-    """Sizes of plain attention with a soft cap, tile by tile, in the accumulate dtype."""
+    """Memory of plain attention with a soft cap, computed tile by tile in the accumulate dtype."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return (block,)
@@ -307,7 +305,7 @@ Kernel = FlashSizes | PaddedSizes | TiledSizes
 
 
 def _stack(x: MetaTensor, kv_heads: int) -> MetaTensor:
-    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies unless heads are rows in memory."""
+    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies if tokens precede heads."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
     if heads == kv_heads or tokens == 1 or (x.heads_first and x.whole):
@@ -320,8 +318,8 @@ def _flat(x: MetaTensor, shape: tuple[int, ...]) -> MetaTensor:
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
-    """Yield a few of the largest tiles of queries, each with the first and last of its tiles of
-    keys: enough to reach the peak."""
+    """Yield (queries, key tiles) for the few tiles that reach the peak memory: the largest tiles of
+    queries, each with its first and last tiles of keys."""
     starts = list(range(block.q_start, block.q_stop, TILE))
     for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
         tiles = key_tiles(block, q_start, TILE)
