@@ -1,4 +1,4 @@
-"""Interpret a program: one match over its instructions.
+"""Run a program's instructions on a model and a batch.
 
 `Interpreter.run` is a step. Layers run as they are or in shells (`Layers`), and call
 `farspan.engine.attention_op` for their attention.
@@ -74,12 +74,12 @@ from farspan.spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The decoder layers of a model, run unchanged by each cell."""
+    """Decoder layers of a model, which cells run unchanged."""
 
     stages: CausalLMStages
 
     def of(self, i: Forward) -> nn.Module:
-        """Return the module that runs the layer of a cell on its chunk."""
+        """Return the module to run for a cell: the layer, or a shell that shares its weights."""
         return self.stages.running[i.layer]
 
 
@@ -98,7 +98,7 @@ class SparingLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class CutLayers(Layers):
-    """Layers whose weights are sharded by tensor parallelism, each rank on its own tokens."""
+    """Layers with weights sliced by tensor parallelism; each rank runs on its own tokens."""
 
     tensor: TensorParallel
     program: Program
@@ -114,8 +114,8 @@ class CutLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class TiledLayers(Layers):
-    """Layers in shells that run token-wise modules on tiles, for one step. A kept graph is there to
-    save everything that autograd needs, so its layer runs without tiles."""
+    """Layers whose token-wise modules run on tiles, in shells made for one step. Cells with saved
+    graphs run without tiles, since those graphs save everything that autograd needs."""
 
     children: Sequence[Sequence[Tokenwise]]  # of each layer
     tokens: int
@@ -138,7 +138,7 @@ class TiledLayers(Layers):
 
 
 def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Leave gradients of a custom head alone: they are not sharded, and the caller collects
+    """Keep gradients of a custom head in their sums: they are not sharded, and the caller collects
     them."""
 
 
@@ -148,7 +148,7 @@ Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
 @dataclass(slots=True)
 class Registers:
-    """The state that the instructions of a program change."""
+    """Tensors and counters that change while a program runs."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)  # inputs by layer, [B, C, hidden]
     gradient: dict[int, Tensor] = field(default_factory=dict)  # of the loss by those
@@ -165,7 +165,7 @@ class Registers:
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreter:
-    """Run one program on one batch. All that changes is in `registers`."""
+    """Interpreter of one program on one batch. Its `registers` hold everything that changes."""
 
     stages: CausalLMStages
     program: Program
@@ -186,7 +186,7 @@ class Interpreter:
 
     @cached_property
     def attention(self) -> AttentionContext:
-        """What the attention of all cells shares."""
+        """Context of all attention calls, made on first use."""
         slots = StagingBuffers(self.storage.copies)
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         made = self.make_attention(
@@ -198,21 +198,22 @@ class Interpreter:
 
     @cached_property
     def recurrent(self) -> Recurrent:
-        """What the cells of recurrent layers share."""
+        """Context of all cells of recurrent layers, made on first use."""
         slots = self.attention.slots
         return Recurrent(self.stages, self.program, self.storage, slots, self.attention)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The stage's neighbours; None if this rank runs all layers."""
+        """Communication with neighbouring pipeline stages, or None without a pipeline."""
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         if ranks is None or ranks.layout.pipeline == 1:
             return None
         return Pipeline(ranks.among("pipeline"))
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
-        """Run the remaining instructions, or those before `until`; return the mean loss (float64
-        scalar). `orders` are the waits if copies overlap the computation."""
+        """Run the remaining instructions, or those before index `until`, and return the mean loss
+        as a float64 scalar. `orders` are the waits between lanes if copies overlap with
+        computation."""
         now = self.registers
         if orders is not None and now.order is None:
             now.order = StreamOrder(self.storage.copies, orders)
@@ -272,7 +273,7 @@ class Interpreter:
             weights.fetch(self.program, i, self.storage.copies)
 
     def _among_ranks(self, instruction: Instruction) -> None:
-        """Gather and release weights, and pass chunks between the stages of a pipeline."""
+        """Run an instruction that exchanges weights or hidden states with other ranks."""
         now = self.registers
         match instruction:
             case Gather(group, outer) if self.sharded_model is not None:
@@ -291,7 +292,7 @@ class Interpreter:
     # -- stages outside the layers -------------------------------------------------------------
 
     def _span(self, chunk: int) -> slice:
-        """Return the slice of a chunk's tokens that this rank runs: its own, or a padding token."""
+        """Return the tokens of a chunk that this rank runs: its own, or a padding token."""
         start, stop = self.program.share.tokens.ranges[chunk]
         if not self.attention.is_padding(chunk):
             return slice(start, stop)
@@ -299,7 +300,7 @@ class Interpreter:
         return slice(start, start + 1)
 
     def _stand_at(self, chunk: int) -> slice:
-        """Tell dropout which tokens of the chunk run next, and return their slice."""
+        """Return the rank's tokens of a chunk, after telling dropout that they run next."""
         span = self._span(chunk)
         if self.inputs.draws is not None:
             self.inputs.draws.at(Place(span.start, span.stop - span.start))
@@ -387,13 +388,14 @@ class Interpreter:
             self.gradients.close(self.head.parameters)
 
     def _passing(self, chunk: int) -> Tensor:
-        """Allocate the hidden states that a stage receives for a chunk, [B, C, hidden]."""
+        """Allocate the hidden states [B, C, hidden] of a chunk, to receive them from another
+        stage."""
         span, run = self._span(chunk), self.program.run
         shape = run.batch, span.stop - span.start, self.program.model.hidden
         return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
-        """Return x [B, C, hidden] of a chunk in a buffer or slot."""
+        """Return a chunk's rows of x in a buffer or slot, [B, C, hidden]."""
         return self.storage.chunk(buffer, chunk, 0)["x"]
 
     def _load(self, buffer: str, chunk: int) -> Tensor:
@@ -457,13 +459,13 @@ class Interpreter:
     def _saved(
         self, i: Forward, hidden: Tensor, cell: ChunkAttention | RecurrentCell
     ) -> SavedActivations:
-        """Return the store for the tensors that autograd saves in a kept graph."""
+        """Return the memory for tensors that autograd saves in a graph that outlives its chunk."""
         layer = self.stages.layers[i.layer]
         tensors = *layer.parameters(), *layer.buffers()
         return SavedActivations(tensors, self._named(i.layer, hidden, cell))
 
     def _build_recurrent(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """Run a recurrent layer and keep its graph for the backward."""
+        """Run a recurrent layer and save its graph for the backward."""
         saved = self._saved(i, hidden, cell) if i.kept else None
         graph, self.registers.hidden[i.layer + 1] = build_graph(cell.run, hidden, saved)
         if saved is not None:
@@ -476,12 +478,12 @@ class Interpreter:
         self.registers.graphs[i.layer, i.chunk] = cell, graph
 
     def _keep_input(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """Keep the layer's input in the cell; the backward builds the graph from it."""
+        """Save the layer's input in the cell's memory, from which the backward builds the graph."""
         self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
         self.registers.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
-        """Return the bytes planned for this layer's cell: a slot may be wider than its home."""
+        """Return the bytes planned for this layer's cell; a slot may be larger."""
         assert i.activations is not None
         start, stop = cell_place(
             self.program, self.program.buffers[names.activations(i.layer)], i.chunk
@@ -537,7 +539,7 @@ class Interpreter:
             graph.saved.restore(store, self._named(i.layer, hidden, cell))
 
     def _as_input(self, store: Tensor, chunk: int) -> Tensor:
-        """View the bytes of a kept cell as a layer's input [B, C, hidden]."""
+        """View the bytes of a saved cell as a layer's input, [B, C, hidden]."""
         span, width = self._span(chunk), self.program.model.hidden
         shape = self.program.run.batch, span.stop - span.start, width
         size = prod(shape) * self.storage.dtype.itemsize
@@ -546,7 +548,8 @@ class Interpreter:
     def _named(
         self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
     ) -> dict[str, Tensor]:
-        """Return tensors by name that exist again when a kept graph runs backward."""
+        """Return the tensors, by name, that a saved graph refers to and that exist again in its
+        backward."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
@@ -563,7 +566,7 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return position ids of the tokens that a layer's attention sees: those of all tensor
+        """Return the position ids of the tokens in a layer's attention: those of all tensor
         peers."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:

@@ -63,7 +63,7 @@ from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model that `parallelize` sharded; between steps its parameters are this rank's shards."""
+    """Model sharded by `parallelize`. Between steps its parameters are this rank's shards."""
 
     ranks: ParallelContext
     spec: ModelSpec  # of the whole model
@@ -75,13 +75,14 @@ class ShardedModel:
 
     @property
     def rank(self) -> Rank:
-        """The rank whose programs this rank runs; with whole weights, that of a layout without
-        fsdp."""
+        """Rank whose programs this rank runs. With whole weights it is that of a layout without
+        FSDP."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
     def refuse_elsewhere(self, schedule: Schedule) -> None:
-        """Raise UnsupportedError if the schedule's weights are on another tier than the model's."""
+        """Raise UnsupportedError if the schedule keeps weights on another tier than the sharded
+        model."""
         on_host, there = schedule.weights is Tier.HOST, self.sharded.offload
         if on_host != there and (on_host or self.sharded.stage is Stage.ZERO_0):
             place = Tier.HOST if there else Tier.DEVICE
@@ -91,7 +92,8 @@ class ShardedModel:
             )
 
     def compare(self, same: Agreement, stages: CausalLMStages, *, weights: bool) -> None:
-        """Add the model's buffers to the ranks' comparison, and its whole weights if `weights`."""
+        """Add the model's buffers, and with `weights` its whole weights, to the ranks'
+        comparison."""
         left = _BY_LENGTH if chooses_by_length(stages.model.config) else ()
         buffers = stages.model.named_buffers()
         numbers: dict[str, Tensor] = {n: x for n, x in buffers if not n.endswith(left)}
@@ -117,14 +119,14 @@ class ShardedModel:
             self.sharded.release(unit)
 
     def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
-        """Add the sums over ranks of a unit's totals to `.grad` of its parameters, and remove them
-        from `totals`."""
+        """Add a unit's gradient sums over ranks to `.grad` of its parameters, and remove them from
+        `totals`."""
         if self.tensor is not None:
             self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
         self.sharded.reduce(unit, totals)
 
     def outer_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Whole trainable parameters outside the layers."""
+        """Return the whole trainable parameters outside the layers."""
         return tuple(p for p in self.sharded.whole(self.sharded.outer).values() if p.requires_grad)
 
     def _units(self, program: Program, group: int, outer: bool) -> list[int]:
@@ -136,8 +138,8 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """Sum totals of uncut parameters over `tensor`: each rank has only its tokens' or heads'
-        part."""
+        """Add the sums of unsliced parameters over tensor-parallel ranks, each of which has only
+        its tokens' or heads' part."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -152,8 +154,8 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
 def inside(model: nn.Module) -> Look:
-    """Look at a model without the attributes that trainers and loaders set on the whole model.
-    Those are a `forward`, marks and maps. The model's numbers, such as a scale of logits, stay."""
+    """Return a look at the model without attributes that trainers and loaders set on the whole
+    model: a `forward`, marks and maps. The model's numbers, such as a scale of logits, stay."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -169,7 +171,8 @@ def inside(model: nn.Module) -> Look:
 
 
 def described(now: Look, stages: CausalLMStages | None = None) -> Described:
-    """Describe a model as text for ranks to compare: modules, attributes, hooks, configurations."""
+    """Return a description of the model that ranks compare: modules, attributes, hooks,
+    configurations."""
     left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
 
     def words() -> dict[str, str]:
@@ -193,7 +196,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+|, index=\d+")  # also removes indexes of
 
 
 def _text_of(value: object) -> str:
-    """Return an attribute of a look as text, without addresses."""
+    """Return an attribute of a look as text without memory addresses."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
         value = value[1]  # a look keeps a number with its type
     return _ADDRESS.sub("", repr(value))
@@ -202,8 +205,8 @@ def _text_of(value: object) -> str:
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Describe a function and the values it holds as facts whose names begin with `name`; weights
-    of `model` are left out."""
+    """Return what ranks compare of a function and the values that it holds, by names that begin
+    with `name`. Weights of `model` are left out."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):
@@ -313,7 +316,7 @@ def _layout_of(layout: Layout, stage: Stage) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """The results of inspecting a model, on each rank or on rank 0 for all."""
+    """Results of inspecting a model, made on each rank or on rank 0 for all."""
 
     spec: ModelSpec
     tiles: tuple[tuple[Tokenwise, ...], ...]
@@ -326,8 +329,8 @@ def _inspect(
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Inspect a model whose cells will run on `device`. Raises UnsupportedError for a model that
-    cannot be sharded exactly."""
+    """Inspect a model that will run on `device`. Raises UnsupportedError if it cannot be sharded
+    exactly."""
     if layout.tensor == 1:
         fuse(stages, kernels, device)
     spec = describe(stages, device)
@@ -342,7 +345,8 @@ def _inspect(
 def _inspected(
     ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """Inspect the whole model on every rank. Raises UnsupportedError if the models differ."""
+    """Inspect the whole model on every rank. Raises UnsupportedError if the ranks' models
+    differ."""
     with ranks.agreement("parallelize: comparing the models") as same:
         same.add({"model": described(inside(stages.model), stages)})
         same.add(weight_facts(stages.model))
@@ -352,7 +356,7 @@ def _inspected(
 
 
 def _cut_layers(stages: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
-    """Cut the layers' weights to this rank's slices, with tensor parallelism."""
+    """Slice the layers' weights for this rank's tensor parallelism; None without it."""
     if ranks.layout.tensor == 1:
         return None
     plan = plan_tensor(stages.model, stages.layers, ranks.layout.tensor)
@@ -402,8 +406,8 @@ def _drop_other_stages(
 
 @dataclass(frozen=True, slots=True)
 class ShardedUpdate:
-    """Pieces of a sharded model's weights for an optimizer. AdamW is elementwise: updates of all
-    ranks' pieces equal an update of the whole. Invariant: a piece's `.grad`, if set, is its part of
+    """Slices of a sharded model's weights for an optimizer. AdamW is element-wise: updates of all
+    ranks' slices equal an update of the whole. Invariant: a slice's `.grad`, if set, is its part of
     the weight's `.grad`."""
 
     sharded_model: ShardedModel
@@ -413,7 +417,7 @@ class ShardedUpdate:
     counted: frozenset[str]  # names that this rank counts in the norm: one rank each
 
     def take(self) -> None:
-        """Give the pieces the gradients of their weights."""
+        """Set the slices' `.grad` to their parts of the weights' gradients."""
         for name, own in self.sharded_model.sharded.parameters().items():
             piece = self.pieces[name]
             if piece is not own:
@@ -424,7 +428,7 @@ class ShardedUpdate:
             own.grad = self.pieces[name].grad = None
 
     def widen(self) -> None:
-        """Set the gradient dtypes of the weights to those of their pieces."""
+        """Set the gradient dtypes of the weights to those of the slices."""
         for name, own in self.sharded_model.sharded.parameters().items():
             wanted = gradient_dtype(self.pieces[name])
             if wanted != gradient_dtype(own):
@@ -442,7 +446,7 @@ class ShardedUpdate:
         return total.sqrt().to(wide)
 
     def held_bytes(self) -> int:
-        """Return the bytes of this rank's weights between steps."""
+        """Return the bytes of weights on this rank between steps."""
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
@@ -472,7 +476,7 @@ def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
 
 
 def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
-    """Return the placement of this rank's slices of the weights that are cut over `tensor`."""
+    """Return where this rank's slice lies in each weight that tensor parallelism cuts."""
     tensor = sharded_model.tensor
     if tensor is None:
         return {}

@@ -52,7 +52,7 @@ _WHILE_SHARDED = (
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """A model in one state, with everything that steps derive from it."""
+    """A model at one moment, with everything that steps derive from it."""
 
     model: nn.Module  # the user's, with its wrappers
     stages: CausalLMStages
@@ -74,7 +74,7 @@ class PreparedModel:
     _accepted: set[bool] = field(default_factory=set)  # whether it may be trained, and evaluated
 
     def accept(self, *, trains: bool) -> None:
-        """Raise UnsupportedError if the model cannot be trained, or evaluated."""
+        """Raise UnsupportedError if the model cannot be trained or, without `trains`, evaluated."""
         if trains in self._accepted:
             return
         model = self.stages.model
@@ -86,7 +86,7 @@ class PreparedModel:
         self._accepted.add(trains)
 
     def compare(self, same: Agreement) -> None:
-        """Let ranks compare the model."""
+        """Add the model to the ranks' comparison."""
         if self.sharded is not None:
             same.add({"model": self._described})
             idle = self.weights is None or not self.weights.is_updating()
@@ -97,15 +97,15 @@ class PreparedModel:
         return described(self.look, self.stages)
 
     def is_current(self) -> bool:
-        """Return whether weights in main memory still are where they were."""
+        """Return whether streamed weights are still where the step moved them."""
         return self.weights is None or self.weights.is_of(self.stages)
 
     def trains(self) -> bool:
         return any(p.requires_grad for p in self.stages.model.parameters())
 
     def marks(self, head: object, own: list[nn.Parameter]) -> object:
-        """Return a value that compares unequal after weights, those of a head (`own`), or the set
-        of trained ones, have changed."""
+        """Return a value that changes whenever weights, those of a head (`own`) or the set of
+        trained parameters change."""
         found = [*self.stages.model.parameters()]
         if self.sharded is not None:
             found = [*self.sharded.sharded.parameters().values()]
@@ -185,7 +185,7 @@ def prepare(
 
 
 def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:
-    """Return whether whole weights come from main memory."""
+    """Return whether steps stream whole weights from main memory."""
     layout = ALONE if sharded is None else sharded.rank.layout
     return schedule is not None and streams(schedule, layout)
 
@@ -245,13 +245,13 @@ def _outer(
 
 
 def _look_at(model: nn.Module, stages: CausalLMStages, sharded: ShardedModel | None) -> Look:
-    """Look at the model; at a sharded one without attributes that trainers set."""
+    """Return a look at the model; of a sharded model without attributes that trainers set."""
     return look(model) if sharded is None else inside(stages.model)
 
 
 @dataclass
 class Preparations:
-    """The model as it is prepared now, and as it was prepared for recent states."""
+    """A step's model as prepared for its present state and for recent states."""
 
     model: nn.Module
     schedule: Schedule | None
@@ -263,19 +263,20 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """Keep the model's weights whole on its ranks, if it is not sharded. Ranks take part."""
+        """Set up ranks that each keep whole weights, unless the model is sharded. All ranks call
+        it."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
 
     def begin(self, weights: StreamedWeights | None = None) -> None:
-        """Prepare the model as it was given. Raises UnsupportedError."""
+        """Prepare the model in its present state. Raises UnsupportedError."""
         self._prepare(weights)
         if self.sharded is not None:
             self.now = self._kept[-1] = replace(self.now, look=self.sharded.look)
 
     def follow(self, schedule: Schedule) -> None:
-        """Prepare the model for another schedule. Raises UnsupportedError."""
+        """Prepare the model for a new schedule. Raises UnsupportedError."""
         was, self.schedule = self.now, schedule
         self._kept.clear()
         on_host = is_on_host(schedule, self.sharded)
@@ -298,7 +299,7 @@ class Preparations:
         return self.now
 
     def _prepare_for(self, seen: Look) -> None:
-        """Reuse an earlier preparation for the model's present state, or prepare it again."""
+        """Reuse the preparation of an equal earlier state of the model, or prepare it again."""
         known = [one for one in self._kept if has_same_parts(one.look, seen)]
         self._kept = known[-PREPARATIONS_KEPT:]
         found = next((one for one in known if one.look == seen and one.is_current()), None)
@@ -322,7 +323,8 @@ class Preparations:
         self._kept.append(self.now)
 
     def _refuse_edits(self, sharded: ShardedModel, seen: Look) -> None:
-        """Check a sharded model's state; its layers cannot be probed again."""
+        """Raise UnsupportedError if a sharded model was edited; its layers cannot be probed
+        again."""
         sharded.sharded.refuse_replaced(self.now.stages.model)
         edit = first_edit(self.now.look, seen, _WHILE_SHARDED) if seen != self.now.look else None
         if edit is not None:

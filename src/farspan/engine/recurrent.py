@@ -35,7 +35,7 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _DocumentPiece:
-    """Tokens [start, stop) of one document in some batch rows."""
+    """Tokens [start, stop) of one document, in batch rows that are cut alike."""
 
     rows: slice
     start: int
@@ -46,7 +46,7 @@ class _DocumentPiece:
 
 @dataclass(slots=True)
 class RecurrentCell:
-    """A recurrent cell, from its forward to its backward."""
+    """Cell of a recurrent layer, from its forward to its backward."""
 
     spec: LayerSpec
     layer: nn.Module
@@ -61,8 +61,8 @@ class RecurrentCell:
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Return whether the cell runs piece by piece; its saved bytes are then unknown in
-        advance."""
+        """Return whether the chunk has several documents, so that the cell's saved bytes are not
+        known in advance."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ class RecurrentCell:
         self.after = {s.name: _joined([x[s.name] for x in handed], 0) for s in self.spec.state}
 
     def seal(self) -> None:
-        """Drop the values of states, and keep the edges for the backward."""
+        """Drop the tensors of states after the forward; graph edges stay for the backward."""
         if any(state.requires_grad for state in self.after.values()):
             self.edges = [get_gradient_edge(self.after[s.name]) for s in self.spec.state]
         self.before, self.after = {}, {}
 
     def forget(self) -> None:
-        """Drop the graph's graph_inputs and edges; the graph is built again."""
+        """Drop the graph's inputs and edges; the backward builds the graph again."""
         self.graph_inputs, self.edges = [], []
 
     def _states(self, piece: _DocumentPiece) -> RecurrentStates:
@@ -127,7 +127,7 @@ class RecurrentCell:
 
 @dataclass(slots=True)
 class Recurrent:
-    """The recurrent cells of one program's run on one batch."""
+    """Context of all recurrent cells in one run of a program."""
 
     stages: CausalLMStages
     program: Program
@@ -138,7 +138,7 @@ class Recurrent:
     calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
     def cell(self, i: Forward) -> RecurrentCell:
-        """Return the cell with the state from the previous chunk."""
+        """Return the cell of a forward, with the state that the previous chunk left."""
         return RecurrentCell(
             self.program.model.layers[i.layer],
             self.stages.layers[i.layer],
@@ -151,12 +151,12 @@ class Recurrent:
         )
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
-        """Return the function that runs the cell a second time."""
+        """Return the function that runs a cell's forward again for its backward."""
         cell.before = self._before(i.layer, i.chunk, i.prefix)
         return cell.run
 
     def leave(self, i: Forward, cell: RecurrentCell) -> None:
-        """Store the cell's state in its chunk's rows."""
+        """Write the state that the cell leaves to the rows of its chunk."""
         if i.write_kv is not None and not self._is_last(i.chunk):
             rows = self.storage.chunk(i.write_kv, i.chunk, i.layer)
             for state in cell.spec.state:
@@ -164,12 +164,12 @@ class Recurrent:
         cell.seal()
 
     def begin_backward(self, i: Backward) -> KVPrefix:
-        """Start fetching the state that the cell read, and its gradient."""
+        """Start fetching the state that the cell read, and the sums of its gradient."""
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the edges of the state that the cell left, and its gradients from the next
-        chunk."""
+        """Return the graph edges of the state that the cell left, and the state's gradients from
+        the next chunk."""
         if self._is_last(i.chunk) or not cell.spec.state:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
@@ -178,7 +178,7 @@ class Recurrent:
         return cell.edges, found
 
     def add(self, prefix: KVPrefix, i: Backward, cell: RecurrentCell) -> None:
-        """Add the gradients of the state that the cell read to the rows of the previous chunk."""
+        """Add the gradient of the state that the cell read to the rows of the previous chunk."""
         if not cell.spec.state or not i.chunk:
             return
         start, stop = self.program.share.keys.rows[i.chunk - 1]
@@ -198,7 +198,7 @@ class Recurrent:
     # -- inputs of a cell --------------------------------------------------------------------------
 
     def _before(self, layer: int, chunk: int, name: str) -> Rows:
-        """Return a copy of the state from the previous chunk."""
+        """Return copies of the state that the previous chunk left."""
         spec, batch = self.program.model.layers[layer], self.program.run.batch
         if not spec.state or not chunk:
             return {}
@@ -214,8 +214,8 @@ class Recurrent:
         return found
 
     def _pieces(self, layer: int, chunk: int) -> Iterator[_DocumentPiece]:
-        """Yield pieces row by row, in the order of tokens; rows cut at the same tokens share
-        pieces. A layer without state ignores documents."""
+        """Yield the documents of a chunk row by row; rows that are cut at the same tokens come
+        together. A layer without state ignores documents."""
         start, stop = self.program.chunks[chunk]
         rows, first = self.attention.runs(chunk), 0
         if rows is None or not self.program.model.layers[layer].state:
@@ -229,7 +229,8 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the layer's call for a piece; `tokens` may be one more than the piece has."""
+        """Return the model's arguments to a layer for one piece; `tokens` may be one more than the
+        piece has."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens
@@ -251,7 +252,7 @@ class Recurrent:
         return prefix
 
     def _spans(self, chunk: int, name: str) -> list[Span]:
-        """Return the rows of exactly the previous chunk, in blocks if they are on the host."""
+        """Return the rows of the previous chunk, in blocks if they are on the host."""
         start, stop = self.program.share.keys.rows[chunk - 1]
         if self.program.buffers[name].tier is Tier.DEVICE:
             return [(start, stop)]
@@ -264,7 +265,7 @@ class Recurrent:
 
 
 def _held(rows: Tensor, state: StateTensor) -> Tensor:
-    """View the state in a chunk's rows [T, B, row]."""
+    """Return a view of the state at the start of a chunk's rows, [T, B, row]."""
     batch = rows.shape[1]
     return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
 

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class _OfPart(Generic[Value]):
-    """An attribute of a step that one of its parts has, at a dotted path."""
+    """Attribute of a step that reads the attribute of one of its parts, at a dotted path."""
 
     def __init__(self, path: str) -> None:
         self._found = attrgetter(path)
@@ -179,8 +179,8 @@ class Step:
     def prepared(
         self, batch: int, tokens: int, *, evaluation: bool = False, is_cut: bool = False
     ) -> PreparedProgram:
-        """Return the prepared program of a step of this shape; with `is_cut` its backward comes
-        later."""
+        """Return the program of a step of this shape with its cached results. With `is_cut` the
+        backward runs separately."""
         return self._calls.prepared(None, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
     def __call__(

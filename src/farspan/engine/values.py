@@ -33,7 +33,7 @@ Ready = tuple[PreparedModel, PreparedProgram]
 
 @dataclass(frozen=True, slots=True)
 class AskedValues:
-    """A request for values of each token."""
+    """What the caller of `step.values` or `step.logprobs` asked for."""
 
     function: LogProbs | HeadFunction
     inputs: StepInputs
@@ -51,7 +51,8 @@ def ask(
     document_ids: Tensor | None,
     targets: Tensor | None = None,
 ) -> AskedValues:
-    """Check a request for values, and let ranks compare it. Raises UnsupportedError."""
+    """Return the checked request for values, and add it to the ranks' comparison. Raises
+    UnsupportedError."""
     own: list[nn.Parameter] = []
     if isinstance(function, nn.Module):
         refuse_dropout_of_head(function)
@@ -75,7 +76,7 @@ def ask(
 
 
 def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction | None) -> Tensor:
-    """Return the values that were asked for, [batch, tokens, k]; `head` is that of the step."""
+    """Return the requested values, [batch, tokens, k]; `head` belongs to the step."""
     inputs = calls.drawing(asked.inputs) if asked.trains else asked.inputs
 
     def ready() -> Ready:
@@ -96,8 +97,8 @@ def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction
 def value_head(
     model: PreparedModel, function: LogProbs | HeadFunction, targets: Tensor, piece: int
 ) -> ValueHead:
-    """Return the head for a function's values, of `piece` tokens at a time. Raises UnsupportedError
-    if it uses a decoder layer whose weights are elsewhere."""
+    """Return the head that calls the user's function on `piece` tokens at a time. Raises
+    UnsupportedError if the function uses a decoder layer whose weights are elsewhere."""
     outer = model.outer
     found: tuple[nn.Parameter, ...] = ()
     if isinstance(function, nn.Module):
@@ -118,7 +119,7 @@ def value_head(
 
 @dataclass(slots=True)
 class OpenForward:
-    """A forward that returned values of tokens, waiting for its backward."""
+    """A forward that returned values of each token, until the caller's loss runs backward."""
 
     runner: Runner
     ready: Ready
@@ -131,7 +132,7 @@ class OpenForward:
     gradients: GradientAccumulator = field(init=False)
 
     def values(self) -> Tensor:
-        """Run the forward and return values [B, T, k], the same on all ranks of a sequence. They
+        """Run the forward and return the values, [B, T, k], equal on all ranks of a sequence. They
         have a graph if the program has a backward."""
         program = self.ready[1].program
         with self._begun():
@@ -144,7 +145,8 @@ class OpenForward:
         return found
 
     def backward(self, given: Tensor) -> None:
-        """Add to `.grad` the gradient of a loss whose gradient by the values is `given`."""
+        """Run the backward: add the gradient of the caller's loss to `.grad`. `given` is the
+        gradient of the values, [B, T, k]."""
         sharded = self.ready[0].sharded
         with agreement(None if sharded is None else sharded.ranks, "backward of values") as same:
             if self.marks() != self.was:
@@ -201,7 +203,7 @@ class OpenForward:
         return values
 
     def _close_own(self) -> None:
-        """Close the gradients of the function's own parameters, summed over ranks."""
+        """Add the gradients of the function's own parameters, summed over ranks, to `.grad`."""
         head, sums = self.interpreter.head, self.interpreter.registers.own
         assert isinstance(head, ValueHead)
         for parameter in head.own:
@@ -217,7 +219,8 @@ class OpenForward:
 
 
 class _Values(torch.autograd.Function):
-    """Values [B, T, k] of a forward; the backward receives their gradient."""
+    """Autograd function that returns the values of a forward, [B, T, k], and whose backward runs
+    the step's."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, values: Tensor, of: OpenForward) -> Tensor:
