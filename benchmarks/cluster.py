@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.tables import Record, grid, save
 from farspan.formatting import write_seconds
 from farspan.planner.evaluate import evaluate, most_layers, stage_schedule
-from farspan.planner.feasibility import families, room, states_do_not_fit, taken
+from farspan.planner.feasibility import room, space_grids, states_do_not_fit, taken
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan, named_schedule
 from farspan.planner.request import Plan, Question
@@ -142,14 +142,14 @@ class Coarse(Space):
     """Kept K, V wait on host, and O of an open group is kept only with that of all others."""
 
     def schedules(self) -> Iterator[Schedule]:
-        for chunk, cut, kv in product(self.chunks, self.cuts, Tier):
+        for chunk, cut, kv in product(self.chunks, self.splits, Tier):
             for kept in (False, True)[: 1 if self.staged else len(cut)]:
                 for checkpoint in (True, False)[: max(cut)]:
                     yield Schedule(chunk, cut, kv=kv, kv_kept=kept, layer_checkpoint=checkpoint)
 
 
-def even_cuts(layers: int, counts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Even cuts into so many groups, as far as there are layers."""
+def even_splits(layers: int, counts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Even splits into so many groups, as far as there are layers."""
     found = dict.fromkeys(even(layers, count) for count in counts if count <= layers)
     return tuple(found)
 
@@ -158,11 +158,11 @@ def coarse_space(question: Question, parts: tuple[float, ...] = (0.0, 0.5, 1.0))
     """Of at most 64 chunks. A pipeline stage is one group: with more of them stages would wait for
     each other."""
     layers, tokens = len(question.model.layers), question.run.tokens
-    cuts, staged = even_cuts(layers, (1, 2, 4, 8, 16, layers)), question.layout.pipeline > 1
+    splits, staged = even_splits(layers, (1, 2, 4, 8, 16, layers)), question.layout.pipeline > 1
     if staged:
-        cuts = whole_space(question).cuts
+        splits = whole_space(question).splits
     chunks = tuple(tokens // count for count in (64, 16, 4, 1))
-    return Coarse(chunks, cuts, parts, parts, staged=staged)
+    return Coarse(chunks, splits, parts, parts, staged=staged)
 
 
 def plans(system: System, question: Question) -> Iterator[Plan]:
@@ -238,7 +238,7 @@ def something_fits(question: Question, space: Space) -> bool:
     """Do the bounds leave any schedule of the space?"""
     if states_do_not_fit(question):
         return False
-    found = (taken(family)[0] for family, _, _ in families(question, space))
+    found = (taken(grids)[0] for grids, _, _ in space_grids(question, space))
     return any((room(question, of.device, of.host) >= 0).any() for of in found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cluster, fit
-from benchmarks.cluster import Coarse, even_cuts
+from benchmarks.cluster import Coarse, even_splits
 from benchmarks.tables import DOCS, load
 from farspan.planner.evaluate import evaluate, refuse_layout
 from farspan.planner.plans import named_schedule
@@ -198,9 +198,9 @@ def test_farspan_finds_a_schedule_on_a_node() -> None:
     assert best is not None
     assert best.fits
     staged = cluster.coarse_space(cluster.ask("Llama-3-8B", 2**20, Layout(pipeline=4)))
-    assert staged.cuts == ((8, 8, 8, 8),)  # a group for each stage
+    assert staged.splits == ((8, 8, 8, 8),)  # a group for each stage
     assert staged.staged
 
 
 def test_cuts_are_even() -> None:
-    assert even_cuts(7, (1, 2, 9)) == ((7,), (3, 4))
+    assert even_splits(7, (1, 2, 9)) == ((7,), (3, 4))

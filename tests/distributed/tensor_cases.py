@@ -13,9 +13,7 @@ from tests.zoo import make_model
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # enough for four ranks
 
 
-def make_boundary(
-    family: str, dtype: torch.dtype = torch.float64, **changes: Any
-) -> CausalLMStages:
+def make_stages(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> CausalLMStages:
     layers = {"num_hidden_layers": 2, **HEADS, **changes}
     if family in ("gemma3_text", "cohere2"):
         layers["layer_types"] = ["sliding_attention", "full_attention"]
@@ -30,24 +28,24 @@ def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **__:
     return out.transpose(1, 2)
 
 
-def call_of(boundary: CausalLMStages, index: int, batch: int, tokens: int) -> LayerCall:
-    with routed(boundary.model):
-        return boundary.calls(batch, torch.arange(tokens)[None])[index]
+def call_of(stages: CausalLMStages, index: int, batch: int, tokens: int) -> LayerCall:
+    with routed(stages.model):
+        return stages.calls(batch, torch.arange(tokens)[None])[index]
 
 
-def run(boundary: CausalLMStages, layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
+def run(stages: CausalLMStages, layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
     """The layer, or a shell of it, as the model's own attention would run it."""
-    with routed(boundary.model), answering(attention):
+    with routed(stages.model), answering(attention):
         return run_layer(layer, hidden, call)
 
 
-def random_run(boundary: CausalLMStages) -> Any:
+def random_run(stages: CausalLMStages) -> Any:
     """Runs a layer on random tokens, for a probe."""
 
     def run_one(index: int, layer: nn.Module) -> Tensor:
         dtype = next(layer.parameters()).dtype
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(2, 5, boundary.width, generator=generator, dtype=dtype)
-        return run(boundary, layer, hidden, cast_call(call_of(boundary, index, 2, 5), dtype))
+        hidden = torch.randn(2, 5, stages.width, generator=generator, dtype=dtype)
+        return run(stages, layer, hidden, cast_call(call_of(stages, index, 2, 5), dtype))
 
     return run_one

@@ -14,7 +14,7 @@ from farspan.distributed.tensor import TensorParallel
 from farspan.distributed.tensor_plan import plan_tensor
 from farspan.hf.probe import Float64Mode
 from farspan.hf.stages import CausalLMStages
-from tests.distributed.tensor_cases import call_of, make_boundary, run
+from tests.distributed.tensor_cases import call_of, make_stages, run
 from tests.distributed.traffic import layer_sent
 from tests.grids import part_of
 from tests.numerics import EXACT, relative_error
@@ -41,13 +41,13 @@ def data(tokens: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def outcome(
-    boundary: CausalLMStages, layer: nn.Module, x: Tensor, dout: Tensor, tokens: int
+    stages: CausalLMStages, layer: nn.Module, x: Tensor, dout: Tensor, tokens: int
 ) -> Outcome:
     x = x.clone().requires_grad_()
-    out = run(boundary, layer, x, call_of(boundary, LAYER, BATCH, tokens))
-    boundary.model.zero_grad()
+    out = run(stages, layer, x, call_of(stages, LAYER, BATCH, tokens))
+    stages.model.zero_grad()
     out.backward(dout)
-    named = boundary.model.named_parameters()
+    named = stages.model.named_parameters()
     gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
     assert x.grad is not None
     return Outcome(out.detach(), x.grad, gradients)
@@ -74,20 +74,20 @@ def halved(name: str, block: nn.Module) -> nn.Module:
 
 
 def compare(
-    tensor: TensorParallel, boundary: CausalLMStages, whole: Outcome, counts: list[int], inside: Any
+    tensor: TensorParallel, stages: CausalLMStages, whole: Outcome, counts: list[int], inside: Any
 ) -> Errors:
     """Errors of one call of the cut layer, on this rank's tokens of all."""
     peers = tensor.peers
     tokens = sum(counts)
     start, stop = list(pairwise(accumulate(counts, initial=0)))[peers.index]
-    x, dout = (each[:, start:stop] for each in data(tokens, boundary.width))
-    shell = tensor.shell(LAYER, boundary.layers[LAYER], counts, inside)
+    x, dout = (each[:, start:stop] for each in data(tokens, stages.width))
+    shell = tensor.shell(LAYER, stages.layers[LAYER], counts, inside)
     before = peers.sent
-    found = outcome(boundary, shell, x, dout, tokens)
+    found = outcome(stages, shell, x, dout, tokens)
     sent = peers.sent - before
     if min(counts):
         plan = tensor.plan.layers[LAYER]
-        size = {"batch": BATCH, "width": boundary.width, "itemsize": 8}
+        size = {"batch": BATCH, "width": stages.width, "itemsize": 8}
         assert sent == 2 * layer_sent(plan, counts, peers.index, **size)
     errors = {
         "out": relative_error(found.out, whole.out[:, start:stop]),
@@ -104,35 +104,34 @@ def compare(
     return errors
 
 
-def make_tensor(boundary: CausalLMStages) -> TensorParallel:
+def make_tensor(stages: CausalLMStages) -> TensorParallel:
     ranks = dist.get_world_size()
-    plan = plan_tensor(boundary.model, boundary.layers, ranks)
+    plan = plan_tensor(stages.model, stages.layers, ranks)
     return TensorParallel(plan, Communicator(dist.new_group(list(range(ranks)))))
 
 
 def check_family(
     family: str, shares: list[list[int]], inside: Any = None, **changes: Any
 ) -> list[Errors]:
-    boundary = make_boundary(family, **changes)
-    layer = boundary.layers[LAYER]
-    before = {name: p.detach().clone() for name, p in boundary.model.named_parameters()}
+    stages = make_stages(family, **changes)
+    layer = stages.layers[LAYER]
+    before = {name: p.detach().clone() for name, p in stages.model.named_parameters()}
     wholes = [
-        outcome(boundary, layer, *data(tokens, boundary.width), tokens)
-        for tokens in map(sum, shares)
+        outcome(stages, layer, *data(tokens, stages.width), tokens) for tokens in map(sum, shares)
     ]
-    tensor = make_tensor(boundary)
-    modules = list(boundary.model.modules())
-    tensor.cut_layers(boundary.layers)
-    for name, p in boundary.model.named_parameters():
+    tensor = make_tensor(stages)
+    modules = list(stages.model.modules())
+    tensor.cut_layers(stages.layers)
+    for name, p in stages.model.named_parameters():
         assert p.requires_grad
         share = tensor.plan.ranks if tensor.is_cut(name) else 1
         assert p.numel() * share == before[name].numel()
         assert torch.equal(tensor.whole(name, p), before[name])
     found = [
-        compare(tensor, boundary, whole, counts, inside)
+        compare(tensor, stages, whole, counts, inside)
         for whole, counts in zip(wholes, shares, strict=True)
     ]
-    assert all(a is b for a, b in zip(modules, boundary.model.modules(), strict=True))
+    assert all(a is b for a, b in zip(modules, stages.model.modules(), strict=True))
     return found
 
 
@@ -153,7 +152,7 @@ def check_special(shares: list[list[int]]) -> dict[str, list[Errors]]:
 
 def check_half(counts: list[int]) -> list[tuple[str, float, float]]:
     """Of bfloat16 cut and uncut, the errors against float64 of the same numbers."""
-    half, wide = make_boundary("llama", torch.bfloat16), make_boundary("llama")
+    half, wide = make_stages("llama", torch.bfloat16), make_stages("llama")
     tokens, layer = sum(counts), half.layers[LAYER]
     for p, q in zip(wide.model.parameters(), half.model.parameters(), strict=True):
         p.data.copy_(q.data)

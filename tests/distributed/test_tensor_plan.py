@@ -10,7 +10,7 @@ from farspan.distributed.tensor import check_layers
 from farspan.distributed.tensor_plan import ParameterCut, plan_tensor
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import UnsupportedError
-from tests.distributed.tensor_cases import make_boundary, random_run
+from tests.distributed.tensor_cases import make_stages, random_run
 from tests.distributed.traffic import layer_sent
 from tests.zoo import make_model
 
@@ -33,11 +33,11 @@ def described(name: str, cut: ParameterCut) -> str:
 
 @pytest.mark.parametrize("family", PLANS)
 def test_what_is_cut(family: str) -> None:
-    boundary = make_boundary(family)
-    plan = plan_tensor(boundary.model, boundary.layers, 4)
+    stages = make_stages(family)
+    plan = plan_tensor(stages.model, stages.layers, 4)
     found = {described(name, cut) for name, cut in plan.layers[0].cuts.items()}
     assert found == set(PLANS[family].split())
-    named = dict(boundary.model.named_parameters())
+    named = dict(stages.model.named_parameters())
     assert set(plan.cuts) <= set(named)
     assert all(tuple(named[name].shape) == cut.shape for name, cut in plan.cuts.items())
     outside = [name for name in plan.cuts if ".layers." not in name]
@@ -47,11 +47,11 @@ def test_what_is_cut(family: str) -> None:
 
 def test_parameters_of_attention_s_own_are_cut() -> None:
     """Sinks, a number a head, as the plan of some families and here of an instance names them."""
-    boundary = make_boundary("llama")
-    for layer in boundary.layers:
+    stages = make_stages("llama")
+    for layer in stages.layers:
         layer.get_submodule("self_attn").register_parameter("sinks", nn.Parameter(torch.zeros(8)))
-    boundary.decoder._tp_plan = {"layers.*.self_attn.sinks": "colwise"}
-    plan = plan_tensor(boundary.model, boundary.layers, 4)
+    stages.decoder._tp_plan = {"layers.*.self_attn.sinks": "colwise"}
+    plan = plan_tensor(stages.model, stages.layers, 4)
     assert plan.layers[1].cuts["self_attn.sinks"] == ParameterCut((8,), 0, (8,))
     assert "mlp.down_proj.weight" in plan.layers[1].cuts
 
@@ -79,9 +79,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_no_plan_serves_is_refused(family: str) -> None:
-    boundary = CausalLMStages(make_model(family))
+    stages = CausalLMStages(make_model(family))
     with pytest.raises(UnsupportedError, match=REFUSED[family]):
-        plan_tensor(boundary.model, boundary.layers, 2)
+        plan_tensor(stages.model, stages.layers, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_what_no_plan_serves_is_refused(family: str) -> None:
     ],
 )
 def test_what_does_not_divide_is_refused(changes: dict[str, Any], message: str) -> None:
-    boundary = make_boundary("llama", **changes)
+    stages = make_stages("llama", **changes)
     with pytest.raises(UnsupportedError, match=message):
-        plan_tensor(boundary.model, boundary.layers, 4)
+        plan_tensor(stages.model, stages.layers, 4)
 
 
 class _Twice(nn.Linear):
@@ -104,23 +104,23 @@ class _Twice(nn.Linear):
 
 
 def test_modules_that_are_not_plain_are_refused() -> None:
-    boundary = make_boundary("llama")
-    boundary.layers[1].self_attn.q_proj = _Twice(32, 64).double()  # type: ignore[union-attr]
+    stages = make_stages("llama")
+    stages.layers[1].self_attn.q_proj = _Twice(32, 64).double()  # type: ignore[union-attr]
     with pytest.raises(
         UnsupportedError, match=r"layers.1.self_attn.q_proj \(colwise\) is a _Twice"
     ):
-        plan_tensor(boundary.model, boundary.layers, 2)
+        plan_tensor(stages.model, stages.layers, 2)
 
 
 def test_tied_weights_are_refused() -> None:
-    boundary = make_boundary("llama")
-    first, second = (layer.get_submodule("self_attn.q_proj") for layer in boundary.layers)
+    stages = make_stages("llama")
+    first, second = (layer.get_submodule("self_attn.q_proj") for layer in stages.layers)
     second.weight = first.weight
     with pytest.raises(
         UnsupportedError,
         match=r"0.self_attn.q_proj.weight and .*1.self_attn.q_proj.weight are tied",
     ):
-        plan_tensor(boundary.model, boundary.layers, 2)
+        plan_tensor(stages.model, stages.layers, 2)
 
 
 SERVED = (
@@ -131,9 +131,9 @@ SERVED = (
 
 @pytest.mark.parametrize("family", SERVED)
 def test_the_probe_passes_what_is_served(family: str) -> None:
-    boundary = make_boundary(family)
-    plan = plan_tensor(boundary.model, boundary.layers, 4)
-    check_layers(plan, boundary.layers, random_run(boundary))
+    stages = make_stages(family)
+    plan = plan_tensor(stages.model, stages.layers, 4)
+    check_layers(plan, stages.layers, random_run(stages))
 
 
 class _Later(nn.Module):
@@ -184,22 +184,22 @@ class _Offset(_Later):
     ],
 )
 def test_the_probe_refuses_what_a_cut_changes(kind: type[_Later], message: str) -> None:
-    boundary = make_boundary("llama")
-    layer = boundary.layers[1]
+    stages = make_stages("llama")
+    layer = stages.layers[1]
     layer.mlp = kind(layer.mlp)
-    plan = plan_tensor(boundary.model, boundary.layers, 2)
+    plan = plan_tensor(stages.model, stages.layers, 2)
     with pytest.raises(UnsupportedError, match=message):
-        check_layers(plan, boundary.layers, random_run(boundary))
+        check_layers(plan, stages.layers, random_run(stages))
 
 
 def test_bytes_of_a_layer() -> None:
     """Per token and hidden state three quarters travel: twice out of four ranks, and twice in."""
-    boundary = make_boundary("llama")
-    layer = plan_tensor(boundary.model, boundary.layers, 4).layers[0]
+    stages = make_stages("llama")
+    layer = plan_tensor(stages.model, stages.layers, 4).layers[0]
     chunk = 64 * 32 * 8
     assert layer_sent(layer, [16] * 4, 2, batch=1, width=32, itemsize=8) == 4 * chunk * 3 // 4
-    boundary = make_boundary("olmo2")
-    layer = plan_tensor(boundary.model, boundary.layers, 4).layers[0]
+    stages = make_stages("olmo2")
+    layer = plan_tensor(stages.model, stages.layers, 4).layers[0]
     norms = 64 * (64 + 32) * 8  # queries and keys of all heads
     assert layer_sent(layer, [16] * 4, 2, batch=1, width=32, itemsize=8) == (
         4 * chunk * 3 // 4 + norms * 3 // 4

@@ -121,7 +121,7 @@ def test_documents_of_one_token_train_nothing() -> None:
 def test_a_document_does_not_see_another() -> None:
     """Other tokens in the first document leave the second one's share of the loss alone."""
     model, step = shared_model("qwen2"), Step(shared_model("qwen2"), SCHEDULES["device"])
-    assert model is step.boundary.model
+    assert model is step.stages.model
     data = pack((20, 33))
     labels = data.labels.clone()
     labels[:, :20] = -100

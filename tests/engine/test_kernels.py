@@ -241,7 +241,7 @@ def test_flash_attention_3_is_on_while_a_step_runs(monkeypatch: pytest.MonkeyPat
     run_step(model, step, data)
     assert not any(seen)
     seen.clear()
-    third = ThirdOnCpu(step.boundary.device, step.boundary.dtype, AttentionKernel.FA3)
+    third = ThirdOnCpu(step.stages.device, step.stages.dtype, AttentionKernel.FA3)
     step.prepared_model = replace(step.prepared_model, kernels=third, settings=third.ready)
     run_step(model, step, data)
     assert seen

@@ -26,7 +26,7 @@ BASE = Schedule(chunk=64, kv_block=64)
 def measure(step: Step, batch: int, tokens: int) -> int:
     """Peak bytes of new tensors in a step, both tiers."""
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
-    step.boundary.model.zero_grad(set_to_none=True)
+    step.stages.model.zero_grad(set_to_none=True)
     step.release()
     with PeakMemory(torch.device("cpu")) as meter:
         step(ids, ids)

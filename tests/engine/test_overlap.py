@@ -235,7 +235,7 @@ def goes_wrong(step: Step, data: Data, expected: Outcome, dropped: Hazard | None
     for manner, seed in reversed(MANNERS):
         step.copies = Replay(told, manner, seed, dropped)
         try:
-            assert_same_bits(two_steps(step.boundary.model, step, data), expected)
+            assert_same_bits(two_steps(step.stages.model, step, data), expected)
         except (AssertionError, Deadlock):  # other numbers may choose other pages, and so wait
             return True
     return False

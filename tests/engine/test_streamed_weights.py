@@ -411,9 +411,9 @@ def test_a_device_is_given_for_weights_in_main_memory_alone() -> None:
     with pytest.raises(UnsupportedError, match=r"^device: the model is on cpu, not on meta; move"):
         Step(model, GROUPED, device="meta")
     step = Step(model, streamed(GROUPED), device="meta")
-    assert step.boundary.device == META
-    assert Step(model, streamed(GROUPED), weights=step.weights).boundary.device == META
-    assert Step(model, GROUPED, device="cpu").boundary.device == torch.device("cpu")
+    assert step.stages.device == META
+    assert Step(model, streamed(GROUPED), weights=step.weights).stages.device == META
+    assert Step(model, GROUPED, device="cpu").stages.device == torch.device("cpu")
 
 
 # -- programs -----------------------------------------------------------------------------------

@@ -63,12 +63,12 @@ def test_each_sequence_has_the_table_of_its_longest_document(family: str) -> Non
 
 def test_both_tables_are_felt() -> None:
     """The same tokens as one document and as two short ones, at the places they have in common."""
-    boundary = CausalLMStages(long_rope("llama"))
+    stages = CausalLMStages(long_rope("llama"))
     first = torch.arange(10)[None]
     tables = []
     for longest in (ORIGINAL, ORIGINAL + 1):
-        boundary.settle(longest)
-        tables.append(boundary.calls(1, first)[0].keywords["position_embeddings"][0])
+        stages.settle(longest)
+        tables.append(stages.calls(1, first)[0].keywords["position_embeddings"][0])
     assert relative_error(*tables) > 1e-2
 
 

@@ -28,8 +28,8 @@ def unread(name: str, dtype: torch.dtype) -> ModelSpec:
 
 
 def read(name: str, dtype: torch.dtype) -> ModelSpec:
-    boundary = CausalLMStages(make_model(name, dtype))
-    return with_work(boundary, describe(boundary))
+    stages = CausalLMStages(make_model(name, dtype))
+    return with_work(stages, describe(stages))
 
 
 UNROUTED = [name for name in FAMILIES if name not in ROUTED]
@@ -70,8 +70,8 @@ def test_adapters_are_there() -> None:
     model, blank = make_model("olmo2"), blank_model(make_model("olmo2").config, torch.float64)
     for each in (model, blank):
         add_adapters(each, rank=2, alpha=4, targets=["q_proj"])
-    boundary = CausalLMStages(model)
-    assert describe_shapes(blank) == with_work(boundary, describe(boundary))
+    stages = CausalLMStages(model)
+    assert describe_shapes(blank) == with_work(stages, describe(stages))
 
 
 def test_weights_take_no_memory_of_their_own() -> None:
@@ -109,8 +109,8 @@ def test_a_recurrent_model_as_it_is_saved(tmp_path: Path) -> None:
     model = make_model("nemotron_h", torch.bfloat16)
     model.config.save_pretrained(tmp_path)
     found = Request(str(tmp_path), 64, "h200").question().model
-    boundary = CausalLMStages(model)
-    expected = with_work(boundary, describe(boundary))
+    stages = CausalLMStages(model)
+    expected = with_work(stages, describe(stages))
     assert bare(found).layers[:3] == bare(expected).layers[:3]  # the last has experts
     assert found.parameters == expected.parameters
     assert [layer.attends() for layer in found.layers] == [False, False, True, False]
@@ -141,13 +141,13 @@ def test_without_torch_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_was_saved_to_be_counted_is_gone() -> None:
     """The graphs of a model of four bits' description kept 117 MiB of activations."""
-    boundary = CausalLMStages(make_model("llama", torch.float32))
+    stages = CausalLMStages(make_model("llama", torch.float32))
 
     def held() -> int:
         gc.collect()
         return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
 
-    describe(boundary)  # what is made once, is made
+    describe(stages)  # what is made once, is made
     before = held()
-    describe(boundary)
+    describe(stages)
     assert held() <= before

@@ -159,8 +159,8 @@ def test_what_text_does_not_meet_is_frozen(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_weights_it_is_described_as_it_is(kind: str) -> None:
-    boundary = CausalLMStages(make(kind, torch.bfloat16))
-    assert describe_config(fields(kind), "bfloat16") == with_work(boundary, describe(boundary))
+    stages = CausalLMStages(make(kind, torch.bfloat16))
+    assert describe_config(fields(kind), "bfloat16") == with_work(stages, describe(stages))
 
 
 def test_fields_are_the_caller_s_own() -> None:

@@ -46,9 +46,9 @@ PLANNER = (
         ("tests/profile/test_attention_kernels.py::test_bytes_of_a_chunk",),
     ),
     Fault(
-        "bound: O and LSE of a kept cell are left out",
-        "outside = (self.kept.attention >= self.kept.graphs)",
-        "outside = (self.kept.attention >= 0)",
+        "bound: O and LSE of a saved cell are left out",
+        "outside = (self.saves.attention >= self.saves.graphs)",
+        "outside = (self.saves.attention >= 0)",
         (
             "tests/planner/test_bound.py::test_bounds_hold",
             "tests/planner/test_bound.py::test_memory_is_never_overestimated",

@@ -189,7 +189,7 @@ TRUST = (
     ),
     Fault(
         "weights: layers in another order are not seen",
-        "if not here or self._layers != list(boundary.layers):",
+        "if not here or self._layers != list(stages.layers):",
         "if not here:",
         (EDITED + "[llama-layers swapped-host]",),
     ),
@@ -357,8 +357,8 @@ TRUST = (
         ("tests/engine/test_values.py::test_ranks",),
     ),
     Fault(
-        "values: a filler's gradient counts",
-        "given * 0 if is_filler else given",
+        "values: the gradient of a padding token counts",
+        "given * 0 if is_padding else given",
         "given",
         ("tests/engine/test_values.py::test_ranks",),
     ),

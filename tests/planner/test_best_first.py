@@ -28,7 +28,7 @@ TOKENS = 96
 TRIED = 40  # schedules of a space, where there are too many to try all
 SPACE = Space(
     chunks=(32,),
-    cuts=((1, 1, 1), (1, 2)),
+    splits=((1, 1, 1), (1, 2)),
     attention=(0.0, 0.3, 1.0),
     activations=(0.0, 1.0),
 )
@@ -295,11 +295,11 @@ def test_cuts_of_the_space_are_nearly_as_good_as_all_cuts(amounts: list[tuple[in
     model = with_work(replace(model_of(1), layers=(layer,) * 5))
     base = replace(SPACE, attention=(0.0, 1.0), activations=(0.0,))
     every = replace(
-        base, cuts=tuple(cut for groups in range(1, 6) for cut in compositions(5, groups))
+        base, splits=tuple(cut for groups in range(1, 6) for cut in compositions(5, groups))
     )
     own = replace(
         base,
-        cuts=tuple({even(5, g) for g in range(1, 6)} | {tapered(model, g) for g in range(1, 6)}),
+        splits=tuple({even(5, g) for g in range(1, 6)} | {tapered(model, g) for g in range(1, 6)}),
     )
     worst = 1.0
     for device, host in amounts[::2]:

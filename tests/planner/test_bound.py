@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.planner.bounds import Frames, fixed, frames_of, least, peaks, seconds, tiers_of
+from farspan.planner.bounds import ScheduleGrid, fixed, grid_of, least, peaks, seconds, tiers_of
 from farspan.planner.evaluate import size
 from farspan.planner.feasibility import latest_fraction
-from farspan.planner.pass_counts import Kept
+from farspan.planner.pass_counts import SaveCounts
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
 from farspan.planner.search import TransientCache
@@ -56,20 +56,20 @@ def with_work(model: ModelSpec) -> ModelSpec:
     return replace(model, layers=layers, parameters=total, trainable=total)
 
 
-def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
-    """A question, its schedule with fractions in whole chunks, and its frames."""
+def make_grid(step: Step, **fields: object) -> tuple[Question, Schedule, ScheduleGrid]:
+    """A question, its schedule with fractions in whole chunks, and its grid."""
     model, run, schedule = step
     asked = Question(
         with_work(model), run, slow_machine(), optimizer=Optimizer.NONE, dtype="float32"
     )
     asked = replace(asked, weights=schedule.weights, **fields)  # type: ignore[arg-type]
-    kept, chunks = frames_of(asked, schedule).kept, frames_of(asked, schedule).cell_prices.chunks
+    kept, chunks = grid_of(asked, schedule).saves, grid_of(asked, schedule).cell_prices.chunks
     schedule = replace(
         schedule,
         attention_save_fraction=latest_fraction(chunks, int(kept.attention[0])),
         activation_save_fraction=latest_fraction(chunks, int(kept.graphs[0])),
     )
-    return asked, schedule, frames_of(asked, schedule)
+    return asked, schedule, grid_of(asked, schedule)
 
 
 def anywhere(step: Step, on_host: bool) -> Step:
@@ -84,20 +84,20 @@ STEPS = st.builds(anywhere, steps().map(dense), st.booleans())
 @settings(max_examples=examples(150))
 @given(STEPS, st.booleans())
 def test_bounds_hold(step: Step, overlap: bool) -> None:
-    question, schedule, frames = framed(step, overlap=overlap)
-    found, tiers = peaks(frames), tiers_of(schedule)
+    question, schedule, grid = make_grid(step, overlap=overlap)
+    found, tiers = peaks(grid), tiers_of(schedule)
     program = build_program(question.model, question.run, schedule)
     line = run_time(Prices(question, program, together=overlap), overlap=overlap)
-    bound = seconds(frames)[0, 0, tiers]
+    bound = seconds(grid)[0, 0, tiers]
     if overlap:
         assert bound <= line.total * (1 + CLOSE)
     else:
         assert abs(bound - line.total) <= CLOSE * line.total
-    states = frames.cuts.held[0].on_host
+    states = grid.splits.held[0].on_host
     assert found.host[0, 0, tiers] - states <= program.arena_bytes[Tier.HOST]
-    arena = found.device[0, 0, tiers] - fixed(frames)[0, 0, 0]
+    arena = found.device[0, 0, tiers] - fixed(grid)[0, 0, 0]
     assert arena <= program.arena_bytes[Tier.DEVICE]
-    floor = least(frames)
+    floor = least(grid)
     assert (floor.device <= found.device).all()
     assert (floor.host <= found.host).all()
 
@@ -113,20 +113,20 @@ def test_bounds_hold_of_losses_of_log_probabilities(
     step: Step, overlap: bool, loss: Objective
 ) -> None:
     """Of a step cut behind the head, and of the forward of its reference."""
-    question, schedule, frames = framed(step, overlap=overlap, loss=loss)
-    found, tiers = peaks(frames), tiers_of(schedule)
+    question, schedule, grid = make_grid(step, overlap=overlap, loss=loss)
+    found, tiers = peaks(grid), tiers_of(schedule)
     what = question.model, question.run, schedule
     program = build_program(*what, is_cut=True)
     total = run_time(Prices(question, program, together=overlap), overlap=overlap).total
     if loss.evaluates:
         forward = Prices(question, build_evaluation(*what), together=overlap)
         total += run_time(forward, overlap=overlap).total
-    bound = seconds(frames)[0, 0, tiers]
+    bound = seconds(grid)[0, 0, tiers]
     assert bound <= total * (1 + CLOSE)
     assert overlap or bound == pytest.approx(total, rel=CLOSE)
-    states = frames.cuts.held[0].on_host
+    states = grid.splits.held[0].on_host
     assert found.host[0, 0, tiers] - states <= program.arena_bytes[Tier.HOST]
-    arena = found.device[0, 0, tiers] - fixed(frames)[0, 0, 0]
+    arena = found.device[0, 0, tiers] - fixed(grid)[0, 0, 0]
     assert arena <= program.arena_bytes[Tier.DEVICE]
     sized = size(question, schedule)
     assert found.device[0, 0, tiers] <= sized.device.total
@@ -138,8 +138,8 @@ def test_bounds_hold_of_losses_of_log_probabilities(
 def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer, accumulates: bool) -> None:
     """The whole of it: gradients and the graphs of a chunk need not be there together, unless an
     earlier batch left some."""
-    question, schedule, frames = framed(step, optimizer=optimizer, accumulates=accumulates)
-    bounds, tiers = peaks(frames), tiers_of(schedule)
+    question, schedule, grid = make_grid(step, optimizer=optimizer, accumulates=accumulates)
+    bounds, tiers = peaks(grid), tiers_of(schedule)
     sized = size(question, schedule)
     assert bounds.device[0, 0, tiers] <= sized.device.total
     assert bounds.host[0, 0, tiers] <= sized.host.total
@@ -158,16 +158,16 @@ def test_cells_of_a_kind_are_never_overestimated(
 ) -> None:
     """A few chunks tell what cells hold at least, in every choice that is kept alike."""
     layout = Layout() if step[0].is_recurrent() else layout
-    question, schedule, frames = framed(step, optimizer=optimizer, layout=layout)
-    chunks, own = frames.kept.chunks, frames.kept
+    question, schedule, grid = make_grid(step, optimizer=optimizer, layout=layout)
+    chunks, own = grid.saves.chunks, grid.saves
     pairs = np.array([[own.attention[0], own.graphs[0]], [attention, graphs]])
     counts = np.minimum(pairs, chunks)
-    kept = Kept(counts[:, 0], counts[:, 1], chunks)
+    kept = SaveCounts(counts[:, 0], counts[:, 1], chunks)
     if kept.alike[0] != kept.alike[1]:
-        kept = Kept(counts[[0, 0], 0], counts[[0, 0], 1], chunks)
-    both = replace(frames, kept=kept)
+        kept = SaveCounts(counts[[0, 0], 0], counts[[0, 0], 1], chunks)
+    both = replace(grid, saves=kept)
     device = peaks(both).device[0, 0, tiers_of(schedule)]
-    beyond = TransientCache().beyond(both, 0, int(both.kept.alike[0]))
+    beyond = TransientCache().beyond(both, 0, int(both.saves.alike[0]))
     least = TransientCache().least(both)[0, 0]
     assert device + max(beyond, least) <= size(question, schedule).device.total
 
@@ -178,20 +178,20 @@ def test_choices_and_cuts_do_not_disturb_each_other(
     step: Step, pairs: list[tuple[int, int]]
 ) -> None:
     """Many at once have the bounds that each has alone."""
-    _, _, frames = framed(step)
-    chunks, layers = frames.kept.chunks, len(frames.cell_prices.model.layers)
+    _, _, grid = make_grid(step)
+    chunks, layers = grid.saves.chunks, len(grid.cell_prices.model.layers)
     counts = np.minimum(np.array(pairs, dtype=np.int64), chunks)
-    sizes = dict.fromkeys([frames.cuts.sizes[0], (layers,), (1,) * layers])
-    cuts = replace(frames.cuts, sizes=tuple(sizes))
-    together = replace(frames, cuts=cuts, kept=Kept(counts[:, 0], counts[:, 1], chunks))
+    sizes = dict.fromkeys([grid.splits.sizes[0], (layers,), (1,) * layers])
+    splits = replace(grid.splits, sizes=tuple(sizes))
+    together = replace(grid, splits=splits, saves=SaveCounts(counts[:, 0], counts[:, 1], chunks))
     each = seconds(together), peaks(together)
-    for k, cut in enumerate(cuts.sizes):
+    for k, cut in enumerate(splits.sizes):
         for f in range(len(counts)):
             alone = replace(
-                frames,
-                cell_prices=frames_of(frames.cell_prices.question, frames.schedule).cell_prices,
-                cuts=replace(cuts, sizes=(cut,)),
-                kept=Kept(counts[f : f + 1, 0], counts[f : f + 1, 1], chunks),
+                grid,
+                cell_prices=grid_of(grid.cell_prices.question, grid.schedule).cell_prices,
+                splits=replace(splits, sizes=(cut,)),
+                saves=SaveCounts(counts[f : f + 1, 0], counts[f : f + 1, 1], chunks),
             )
             assert np.allclose(each[0][k, f], seconds(alone)[0, 0], CLOSE, 0.0)
             assert (each[1].device[k, f] == peaks(alone).device[0, 0]).all()

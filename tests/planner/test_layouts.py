@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from farspan.planner import feasibility as quick
-from farspan.planner.bounds import all_frames, tiers_of
+from farspan.planner.bounds import rank_grids, tiers_of
 from farspan.planner.evaluate import PAGE, evaluate, size
 from farspan.planner.feasibility import slowest, taken
 from farspan.planner.machines import machine
@@ -71,17 +71,17 @@ def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
     which falls short of it by padding alone."""
     asked = odd_question(layout, devices=2)
     for schedule in (s for s in SCHEDULES if s.sparse is None and runs(asked, s)):
-        sized, family = size(asked, schedule), all_frames(asked, schedule)
-        (found, devices), tiers, cells = taken(family), tiers_of(schedule), TransientCache()
+        sized, grids = size(asked, schedule), rank_grids(asked, schedule)
+        (found, devices), tiers, cells = taken(grids), tiers_of(schedule), TransientCache()
         held = [
-            max(cells.beyond(frames, 0, int(frames.kept.alike[0])), cells.least(frames)[0, 0])
-            for frames in family
+            max(cells.beyond(grid, 0, int(grid.saves.alike[0])), cells.least(grid)[0, 0])
+            for grid in grids
         ]
         each = [found[0, 0, tiers] + beyond for found, beyond in zip(devices, held, strict=True)]
         assert max(each) <= sized.device.total, schedule
         assert sized.host.total * 0.9 - PAGE <= found.host[0, 0, tiers] <= sized.host.total
         total = evaluate(asked, "grouped", schedule, sized).seconds.total
-        assert slowest(family)[0, 0, tiers] <= total * (1 + CLOSE), schedule
+        assert slowest(grids)[0, 0, tiers] <= total * (1 + CLOSE), schedule
         device, host = quick.left(asked, schedule)
         assert device >= sized.device.left, schedule
         assert host >= sized.host.left, schedule
@@ -98,7 +98,7 @@ def test_a_pipeline_is_bounded_by_its_fullest_and_slowest_stage() -> None:
     for devices in (1, 2):
         asked = replace(whole, machine=replace(whole.machine, devices=devices))
         sized, tiers = size(asked, schedule), tiers_of(schedule)
-        (found, _), left = taken(all_frames(asked, schedule)), quick.left(asked, schedule)
+        (found, _), left = taken(rank_grids(asked, schedule)), quick.left(asked, schedule)
         assert 1 - 1e-6 <= found.host[0, 0, tiers] / sized.host.total <= 1
         assert sized.device.left <= left[0] <= sized.device.left + 0.001 * sized.device.total
 

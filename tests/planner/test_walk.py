@@ -78,17 +78,17 @@ def make(name: str, dtype: torch.dtype | str, **changes: Any) -> PreTrainedModel
 
 def gradient_bytes(step: Step) -> int:
     """Bytes of an element of `.grad`."""
-    parameter = next(step.boundary.model.parameters())
+    parameter = next(step.stages.model.parameters())
     return (getattr(parameter, "grad_dtype", None) or parameter.dtype).itemsize
 
 
 def measured(step: Step, batch: int, tokens: int, *, accumulates: bool = False) -> int:
     """Peak bytes of new tensors in one step, both tiers; gradients of a batch before are new."""
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
-    step.boundary.model.zero_grad(set_to_none=True)
+    step.stages.model.zero_grad(set_to_none=True)
     step.release()
     with PeakMemory(torch.device("cpu")) as meter:
-        for parameter in step.boundary.model.parameters() if accumulates else ():
+        for parameter in step.stages.model.parameters() if accumulates else ():
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
             parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         step(ids, ids)
@@ -112,7 +112,7 @@ def profile_of(model: PreTrainedModel, **how: Any) -> ModelProfile:
 
 def profile_for(step: Step, *, adds: bool = False) -> ModelProfile:
     tiled = step.schedule.mlp_chunk_size is not None
-    return profile_of(step.boundary.model, adds=adds, tiled=tiled)
+    return profile_of(step.stages.model, adds=adds, tiled=tiled)
 
 
 def predicted(
@@ -272,7 +272,7 @@ def test_weights_in_main_memory_are_predicted(name: str, dtype: torch.dtype | st
     step = Step(make("llama", dtype), replace(base, weights=Tier.HOST))
     step(*(torch.arange(192)[None] % 300,) * 2)
     program = step.program(1, 192)
-    elements = sum(p.numel() for p in step.boundary.model.parameters())
+    elements = sum(p.numel() for p in step.stages.model.parameters())
     rounded = 2 * elements * (dtype is torch.bfloat16)
     at_the_end = rounded + INDEX * 2 * 192 + sum(program.arena_bytes.values())
     expected = 4 * elements + max(predicted(step, 1, 192), at_the_end)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.planner.bounds import all_frames, tiers_of
+from farspan.planner.bounds import rank_grids, tiers_of
 from farspan.planner.evaluate import evaluate, size, slowest
 from farspan.planner.feasibility import slowest as slowest_bound
 from farspan.planner.feasibility import taken
@@ -272,15 +272,13 @@ def test_a_plan_waits_as_the_stages_do() -> None:
 )
 def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layout) -> None:
     question = asked(layout, tokens)
-    family, tiers = all_frames(question, schedule), tiers_of(schedule)
-    sized, (held, devices) = size(question, schedule), taken(family)
-    for frames, program, device in zip(family, sized.programs, devices, strict=True):
-        assert program.chunks == frames.cell_prices.chunks
-        alike = int(frames.kept.alike[0])
-        beyond = max(
-            TransientCache().beyond(frames, 0, alike), TransientCache().least(frames)[0, 0]
-        )
+    grids, tiers = rank_grids(question, schedule), tiers_of(schedule)
+    sized, (held, devices) = size(question, schedule), taken(grids)
+    for grid, program, device in zip(grids, sized.programs, devices, strict=True):
+        assert program.chunks == grid.cell_prices.chunks
+        alike = int(grid.saves.alike[0])
+        beyond = max(TransientCache().beyond(grid, 0, alike), TransientCache().least(grid)[0, 0])
         assert device[0, 0, tiers] + beyond <= sized.device.total
     assert held.host[0, 0, tiers] <= sized.host.total
     total = evaluate(question, "grouped", schedule, sized).seconds.total
-    assert slowest_bound(family)[0, 0, tiers] <= total * (1 + CLOSE)
+    assert slowest_bound(grids)[0, 0, tiers] <= total * (1 + CLOSE)

@@ -23,7 +23,7 @@ from farspan.spec import RunSpec, Schedule, Tier
 from tests.oracles.check import check_program
 from tests.oracles.contents import ProgramError
 from tests.oracles.simulate import simulate
-from tests.planner.test_bound import CLOSE, framed
+from tests.planner.test_bound import CLOSE, make_grid
 from tests.program.cases import model_of
 from tests.zoo import VOCAB, make_model
 
@@ -164,14 +164,14 @@ def test_the_search_counts_its_copies(
 ) -> None:
     """The bound of the seconds is that of the program, without a rule for the class."""
     monkeypatch.setattr(build, "GroupPasses", EveryLayer)
-    asked, planned, frames = framed(
+    asked, planned, grid = make_grid(
         (model_of(6), RunSpec(1, TOKENS), replace(schedule(tier), kv_kept=kv_kept)), overlap=False
     )
     made = build.build_program(asked.model, asked.run, planned)
     evicted = sum(isinstance(i, Evict) and i.target.startswith("echo") for i in made.instructions)
     assert (evicted > 0) == (tier is Tier.HOST)
     total = run_time(Prices(asked, made, together=False), overlap=False).total
-    assert abs(seconds(frames)[0, 0, tiers_of(planned)] - total) <= CLOSE * total
+    assert abs(seconds(grid)[0, 0, tiers_of(planned)] - total) <= CLOSE * total
 
 
 @pytest.mark.usefixtures("with_echo")

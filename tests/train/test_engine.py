@@ -57,9 +57,7 @@ def test_bfloat16_accumulates_in_float32_and_learns(tmp_path: Path) -> None:
     class Watched(Step):
         def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss = super().__call__(*args, **kwargs)
-            seen.update(
-                p.grad.dtype for p in self.boundary.model.parameters() if p.grad is not None
-            )
+            seen.update(p.grad.dtype for p in self.stages.model.parameters() if p.grad is not None)
             return loss
 
     run = tiny_run(

@@ -213,7 +213,7 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind(tmp_path: Path, cell:
             if self.number == 1:
                 self.progress = fail_at(cell, told)
             loss = super().__call__(*args, **kwargs)
-            parameters = self.boundary.model.named_parameters()
+            parameters = self.stages.model.named_parameters()
             grads = {name: p.grad.clone() for name, p in parameters if p.grad is not None}
             calls.append((args, loss, grads))
             return loss
@@ -424,7 +424,7 @@ def step_gradients(schedule: Schedule | str, *batches: Tensor) -> tuple[Step, li
     losses = [step(ids, ids) for ids in batches]
     return step, [
         *losses,
-        *(p.grad for p in step.boundary.model.parameters() if p.grad is not None),
+        *(p.grad for p in step.stages.model.parameters() if p.grad is not None),
     ]
 
 
@@ -457,10 +457,10 @@ def test_a_step_plans_anew_for_what_no_plan_covers(step_planner: list[Question])
     _, expected = step_gradients(SMALL, *batches)
     for one, other in zip(found, expected, strict=True):
         assert_exact(one, other)
-    step.boundary.model.get_input_embeddings().weight.requires_grad_(False)
+    step.stages.model.get_input_embeddings().weight.requires_grad_(False)
     step(batches[0], batches[0])
     assert len(step_planner) == 4  # fewer parameters are trained
-    step.boundary.model.requires_grad_(True)
+    step.stages.model.requires_grad_(True)
     step.evaluate(batches[0], batches[0])
     assert len(step_planner) == 4
 

@@ -431,7 +431,7 @@ def test_a_device_apart_is_given_nothing_but_steps(tmp_path: Path) -> None:
     step: Any = ctx.make_step(STREAMED.apply(ctx.components.strategy("grouped", 2, 48)))
     assert ctx.weights is not None
     assert step.weights is ctx.weights
-    assert step.boundary.device == step.copies.device == ctx.weights.device == meta
+    assert step.stages.device == step.copies.device == ctx.weights.device == meta
     described, known = ctx.describe(), step.model_spec  # with which a lighter schedule is sought
     assert [x.work.parameters for x in described.layers] == [
         x.work.parameters for x in known.layers

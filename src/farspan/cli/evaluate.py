@@ -322,7 +322,7 @@ def evaluate_text(
     reads = [_read(name, losses[name]) for name, _ in named]
     return TextEvaluation(
         model="",
-        dtype=str(step.boundary.dtype).removeprefix("torch."),
+        dtype=str(step.stages.dtype).removeprefix("torch."),
         schedule=step.schedule,
         context=context,
         cut=cut,
@@ -356,7 +356,7 @@ def _document_losses(
 
 
 def _batch_losses(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]]:
-    device = step.boundary.device
+    device = step.stages.device
     ids, labels, marks = (
         torch.from_numpy(own).to(device)
         for own in (batch.input_ids, batch.labels, batch.document_ids)
@@ -412,7 +412,7 @@ def _needles(
 
 def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
     """Return the log-probabilities of the token ids `choices` at the last position."""
-    inputs = torch.from_numpy(ids.astype(np.int64)).to(step.boundary.device)[None]
+    inputs = torch.from_numpy(ids.astype(np.int64)).to(step.stages.device)[None]
     labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
     labels[0, -1] = torch.tensor(choices, device=inputs.device)
     logprobs: Tensor = step.logprobs(inputs, labels)

@@ -59,12 +59,12 @@ QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to another
 
 
 class KVWritten(Exception):
-    """Stop the layer: K and V of the cell are written, and the rest of its output is not needed."""
+    """Stop a layer after its K and V are written, since the rest of its output is not needed."""
 
 
 @dataclass(slots=True)
 class ChunkAttention:
-    """The attention of one (layer, chunk), from its forward to its backward."""
+    """Attention of one cell (layer, chunk), from its forward to its backward."""
 
     mode: AttentionMode
     call: Callable[[float], AttentionCall]  # takes the model's softmax scale
@@ -86,7 +86,7 @@ class ChunkAttention:
     def __call__(
         self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
-        """Answer the model's attention call: [B, C, H, Dv]."""
+        """Answer the model's attention call; returns [B, C, H, Dv]."""
         if (keywords.get("dropout") or 0.0) > 0:
             raise UnsupportedError(
                 "model: attention dropout was switched on during a step; set it before the step"
@@ -97,13 +97,13 @@ class ChunkAttention:
         return _Attend.apply(q, k, v, keywords.get("s_aux"), self, self.call(scale))
 
     def is_dense(self) -> bool:
-        """Return whether this rank holds all keys, and queries see all of them."""
+        """Return whether this rank has all keys and queries may see all of them."""
         return self.spread is None and self.far is None
 
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of this rank's heads, and write K, V to their buffer."""
+        """Exchange q, k and v for this rank's heads, and write K, V to their buffer."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
                 self.write(*exchange.to_heads(k, v))
@@ -118,13 +118,14 @@ class ChunkAttention:
         return q.contiguous() if self.graph else q, k, v
 
     def kv_at_hand(self) -> tuple[Tensor, Tensor] | None:
-        """Return the chunk's K, V of this rank's heads if an earlier pass left them in a buffer."""
+        """Return the chunk's K, V of this rank's heads if an earlier pass wrote them to a
+        buffer."""
         if self.at_hand is None:
             return None
         return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Write the chunk's K, V into their buffer, if the cell has one."""
+        """Write the chunk's K, V to the cell's buffer, if it has one."""
         if self.write_kv is None:
             return
         self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
@@ -135,7 +136,7 @@ class ChunkAttention:
     def attend(
         self, call: AttentionCall, of_keys: OfKeys, prefix: KVPrefix | KVHeads, sinks: Tensor | None
     ) -> Attended:
-        """Compute O and LSE of these heads."""
+        """Compute O and LSE of the heads in these tensors."""
         if isinstance(self.spread, Ring):
             return self.spread.attend(call, *of_keys, self.key_values, sinks)
         if self.spread is not None:
@@ -145,7 +146,7 @@ class ChunkAttention:
         return attend(call, *of_keys, prefix, sinks)
 
     def keep(self, out: Tensor, lse: Tensor) -> Attended:
-        """Copy O and LSE into their buffer, if the cell has one, and return that copy."""
+        """Copy O and LSE to the cell's buffer, if it has one, and return the copies."""
         self.key_values.done()
         if self.attention is None:
             self.held = out, lse
@@ -156,7 +157,7 @@ class ChunkAttention:
         return self.given()
 
     def given(self) -> Attended:
-        """Return O and LSE from their buffer."""
+        """Return O and LSE that an earlier pass wrote to their buffer."""
         assert self.attention is not None
         self.held = self.attention["out"].transpose(1, 2), self.attention["lse"]
         return self.held
@@ -170,7 +171,8 @@ class ChunkAttention:
         prefix: KVPrefix | KVHeads,
         sinks: Tensor | None,
     ) -> AttentionGradients:
-        """Return dq, dk, dv, dsinks of these heads; add gradients of earlier keys to their sums."""
+        """Return dq, dk, dv, dsinks of these heads, and add dK, dV of earlier keys to their
+        sums."""
         whole = self.key_values
         if isinstance(self.spread, Ring):
             return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)
@@ -181,21 +183,22 @@ class ChunkAttention:
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
-        """Return dK, dV of the chunk's own keys for these heads, with later chunks' gradients
-        added."""
+        """Return the complete dK, dV of the chunk's own keys, adding the sums from later chunks."""
         assert self.own_dkv is not None
         later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return the exchange of heads in pieces during attention; None: all heads at once."""
+        """Return the exchange of heads in pieces that overlaps with attention; None: one
+        exchange."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
 
 
 class _Attend(torch.autograd.Function):
-    """Attention over the prefix; its backward adds dK and dV of earlier chunks to their buffer."""
+    """Attention of a chunk's queries; the backward adds dK, dV of earlier chunks to their
+    buffer."""
 
     @staticmethod
     def forward(
@@ -292,8 +295,8 @@ def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
 
 @dataclass(slots=True)
 class AttentionContext:
-    """Keys, ranks, kernels and buffers of the attention in one run of a program. The blocks of the
-    current chunk are cached."""
+    """Keys, ranks, kernels and buffers for all attention calls in one run of a program. It caches
+    the blocks of the current chunk."""
 
     program: Program
     inputs: StepInputs
@@ -313,8 +316,8 @@ class AttentionContext:
     # -- cells -----------------------------------------------------------------------------------
 
     def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
-        """Return the cell of a forward and start fetching its keys; `held` has O and LSE of an
-        earlier pass."""
+        """Return the attention of a forward cell, and start fetching its keys. `held` has O and LSE
+        of an earlier pass over this chunk."""
         cell = ChunkAttention(
             i.mode,
             partial(self.call, i.layer, i.chunk),
@@ -335,8 +338,8 @@ class AttentionContext:
         return cell
 
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
-        """Give a cell the tensors of its backward; fetches of keys and of their gradient sums
-        start."""
+        """Set the buffers that a cell's backward reads, and start fetching keys and sums of dK,
+        dV."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
         self._fetch(cell, i.layer, i.chunk)
         if cell.far is not None:
@@ -347,7 +350,7 @@ class AttentionContext:
             cell.attention = self._rows(i.attention, i.chunk, i.layer)
 
     def _fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
-        """Start fetching keys of earlier chunks before the cell asks for them."""
+        """Start fetching the keys of earlier chunks, if they are on the host."""
         if cell.key_values.on_host(cell.key_values.keys_in):
             blocks = self.blocks_of(layer, chunk, self._ring_index())
             cell.key_values.begin(streamed_spans(blocks, self._own_row(chunk)))
@@ -362,7 +365,7 @@ class AttentionContext:
     # -- keys and queries of a cell ----------------------------------------------------------------
 
     def call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
-        """Return the attention of this rank's queries against the keys that this rank holds."""
+        """Return the parameters of a cell's attention on this rank: blocks, kernel and scale."""
         spec = self.program.model.layers[layer]
         if spec not in self.kernel_of:
             self.kernel_of[spec] = self.kernels.of(spec, self.program)
@@ -377,12 +380,13 @@ class AttentionContext:
         )
 
     def queries(self, chunk: int) -> Range:
-        """Return the positions of the queries that meet this rank's keys."""
+        """Return the positions of the queries that attend to keys on this rank."""
         whole = self.program.chunks[chunk]
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Return the blocks of the queries against the keys of the rank at index `ring`."""
+        """Return the blocks of queries and keys, for the keys of the rank at index `ring` of the
+        ring."""
         program = self.program
         spec = program.model.layers[layer]
         if chunk != self.chunk:
@@ -400,15 +404,15 @@ class AttentionContext:
         return self.blocks[key]
 
     def runs(self, chunk: int) -> Sequence[tuple[Run, ...]] | None:
-        """Return the documents of each row's queries; None: each row is one document."""
+        """Return the runs of documents in each row's queries; None if each row is one document."""
         rows, (start, stop) = self.inputs.documents, self.queries(chunk)
         if rows is None or start == stop:
             return None
         return [document_runs(row, start, stop) for row in rows]
 
     def documents(self, chunk: int) -> Tensor | None:
-        """Return the first token of each query's document [B, C], int64, on the inputs' device.
-        None: each row is one document."""
+        """Return the first token of each query's document, [B, C] int64, on the inputs' device;
+        None if each row is one document."""
         start, stop = self.queries(chunk)
         if self.inputs.documents is None or start == stop:
             return None
@@ -421,17 +425,17 @@ class AttentionContext:
 
     # -- among ranks -----------------------------------------------------------------------------
 
-    def is_filler(self, chunk: int) -> bool:
+    def is_padding(self, chunk: int) -> bool:
         """Return whether this rank and its tensor peers have no token of the chunk. Modules cannot
-        run on zero tokens, so the rank runs one without effect (a filler): attention and buffers
-        leave it out, and its gradient is zero."""
+        run on zero tokens, so the rank runs a padding token: attention and buffers leave the token
+        out, and its gradient is zero."""
         if not self.shares:
             return False
         start, stop = self.program.share.rank.tokens(self.program.chunks[chunk], "tensor")
         return start == stop
 
     def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
-        """Set the cell's exchanges with other ranks, which share its tokens, heads or keys."""
+        """Set the cell's exchanges with ranks that share its tokens, heads or keys."""
         program, rank = self.program, self.program.share.rank
         cell.exchange = self._exchange(rank, i.chunk)
         cell.spread = self._spread(rank, i.layer, i.chunk)
@@ -440,16 +444,17 @@ class AttentionContext:
             cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
-        """Return the exchange of the chunk's tokens for this rank's heads."""
+        """Return the exchange that turns tokens of all heads into this rank's heads of all
+        tokens."""
         assert self.ranks is not None
         ulysses = None
         if rank.layout.ulysses > 1:
             parts = among_heads(rank, self.program.chunks[chunk])
             ulysses = Ulysses(self.ranks.among("ulysses"), parts)
-        return HeadExchange(ulysses, rank.layout.tensor * self.is_filler(chunk))
+        return HeadExchange(ulysses, rank.layout.tensor * self.is_padding(chunk))
 
     def _spread(self, rank: Rank, layer: int, chunk: int) -> KVShards | Ring | None:
-        """Return the attention over keys spread over ranks; None: this rank has all keys of its
+        """Return the attention over keys of several ranks, or None if this rank has all keys of its
         heads."""
         assert self.ranks is not None
         ring = None
@@ -472,6 +477,6 @@ class AttentionContext:
         return Held(self._share(ring).keys.ranges)
 
     def _share(self, ring: int) -> Share:
-        """Return the share of the rank at index `ring` of the ring."""
+        """Return the tokens and keys of the rank at index `ring` of the ring."""
         rank = self.program.share.rank
         return share_of(self.program.chunks, Rank(rank.layout, rank.peers("ring")[ring]))

@@ -1,4 +1,4 @@
-"""Map a program's buffers to tensor views of the arenas, and stream the K, V prefix of a cell.
+"""Tensor views of a program's buffers in the arenas, and streaming of earlier K, V to a cell.
 
 A buffer holds its tensors token first, [T, B, ...]: the rows of a chunk, or of any range of keys,
 are one contiguous piece for every batch size, and a copy across the link is one copy. Attention
@@ -52,7 +52,8 @@ class ProgramBuffers:
         self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
 
     def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
-        """Return a layer's tensors in a buffer, each with its bytes per row and its dtype."""
+        """Return the tensors of one layer in a buffer, each with its bytes per row and its
+        dtype."""
         if (name, layer) not in self._regions:
             buffer, program = self.program.buffers[name], self.program
             spec, held = program.model.layers[layer], buffer.stop - buffer.start
@@ -75,9 +76,8 @@ class ProgramBuffers:
         at_start: bool = False,
         mapped: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the tensors of buffer `name` for these rows (program.layout), each [T, B, ...]. A
-        slot holds only the latest chunk, from its first row on: pass `at_start`. For `mapped` see
-        `Arena.view`."""
+        """Return the tensors in these rows of buffer `name`, each [T, B, ...]. A slot holds only
+        the latest chunk, from its first row on: pass `at_start`. For `mapped` see `Arena.view`."""
         buffer = self.program.buffers[name]
         arena = self.arenas[buffer.tier]
         start = 0 if at_start else span[0] - buffer.start
@@ -92,8 +92,8 @@ class ProgramBuffers:
         return views
 
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
-        """Return the tensors of a chunk in a buffer or slot: K, V [C, B, Hk, D], others as
-        above."""
+        """Return the tensors of one chunk in a buffer or slot: K, V [C, B, Hk, D], x [B, C,
+        hidden], O [B, C, H, Dv], LSE [B, H, C]."""
         buffer = self.program.buffers[name]
         span = self._rows_of[buffer.kind][chunk]
         rows = self.rows(name, span, layer, at_start=is_slot(buffer))
@@ -102,13 +102,14 @@ class ProgramBuffers:
         return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
 
     def cell(self, name: str, chunk: int) -> Tensor:
-        """Return the raw bytes of a chunk's cell."""
+        """Return the bytes of one chunk's cell in a buffer of raw cells."""
         buffer = self.program.buffers[name]
         start, stop = cell_place(self.program, buffer, chunk)
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return all cells of a buffer of equal cells as one tensor [cells, *shape]."""
+        """Return all cells of a buffer as one tensor [cells, *shape]; the cells have equal
+        sizes."""
         buffer = self.program.buffers[name]
         assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)
@@ -155,7 +156,7 @@ Span = tuple[int, int]
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """A staging slot with the events of its present generation."""
+    """A staging slot, with the events of the block that is in it."""
 
     name: str
     arrived: Any = None  # event of its fetch
@@ -163,7 +164,7 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """Staging slots for streamed blocks, which the cells of a step take in turn."""
+    """Staging slots for blocks streamed from the host; the cells of a step use them in turn."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self.copies = copies
@@ -172,7 +173,7 @@ class StagingBuffers:
         }
 
     def take(self, ring: tuple[str, ...], hazard: Hazard) -> StagingBuffer:
-        """Return the next slot; fetches issued from now on wait for its last use."""
+        """Return the next slot of a ring; later fetches wait until its last use has ended."""
         slots = self._rings[ring]
         slots.rotate(-1)
         slot = slots[-1]
@@ -182,7 +183,7 @@ class StagingBuffers:
 
 @dataclass(slots=True)
 class _PendingBlock:
-    """A block on its way to the device."""
+    """A block of keys that is being fetched, or is in use."""
 
     span: Span
     keys: StagingBuffer
@@ -191,7 +192,7 @@ class _PendingBlock:
 
 @dataclass(slots=True)
 class KVPrefix:
-    """K, V of a cell's earlier chunks in a program's buffers; implements
+    """K, V of all chunks before a cell's own, on the device or streamed from the host. Implements
     `attention.chunk.KeyValues`."""
 
     storage: ProgramBuffers
@@ -206,7 +207,7 @@ class KVPrefix:
     here: _PendingBlock | None = None  # block in use
 
     def begin(self, spans: Iterable[Span]) -> None:
-        """Fetch the first blocks of `spans`, in the order in which the cell will read them."""
+        """Start fetching the first blocks; `spans` are their rows in the order of reading."""
         if self.on_host(self.keys_in):
             self.spans = iter(spans)
             for _ in names.KV_BLOCKS:
@@ -218,7 +219,7 @@ class KVPrefix:
         return rows["k"].permute(1, 2, 0, 3), rows["v"].permute(1, 2, 0, 3)
 
     def tensors(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return all of the layer's tensors for tokens [start, stop), each [T, B, ...]."""
+        """Return the layer's tensors of tokens [start, stop), each [T, B, ...], by name."""
         if self.on_host(self.keys_in):
             self.done()
             self.here = self.coming.popleft()
@@ -228,11 +229,11 @@ class KVPrefix:
         return self.storage.rows(self.keys_in, (start, stop), self.layer)
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add dK [b, Hk, T, D] and dV of batch `rows` for tokens [start, stop)."""
+        """Add dK [b, Hk, T, D] and dV of tokens [start, stop) in batch `rows` to their sums."""
         self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
 
     def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
-        """Add gradients of tokens [start, stop), each [T, B, ...], by the tensor's name."""
+        """Add gradients of tokens [start, stop), each [T, B, ...] by name, to their sums."""
 
         def add_all(total: dict[str, Tensor]) -> None:
             for name, gradient in gradients.items():
@@ -262,14 +263,14 @@ class KVPrefix:
         return rows["k"], rows["v"]
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
-        """Add to dK, dV of the rows of `prefix_rows`."""
+        """Add dK, dV of all earlier rows to their sums; for the shapes see `prefix_rows`."""
         assert self.gradients_in is not None
         home = self.storage.rows(self.gradients_in, (0, self.before), self.layer)
         home["k"].add_(dk)
         home["v"].add_(dv)
 
     def done(self) -> None:
-        """Release the current block and fetch another."""
+        """Release the block in use, and start fetching another."""
         if self.here is not None:
             self.here.keys.done = self.storage.copies.record(Lane.COMPUTE)
             self.here = None
@@ -300,7 +301,7 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """Return all rows of one of the layer's buffers without a copy, readable by the device."""
+        """Return all rows of one of the layer's buffers, readable by the device without a copy."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)
@@ -311,7 +312,7 @@ class KVPrefix:
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """A slice of the K, V heads of a prefix on the device."""
+    """Some K, V heads of the earlier chunks, on the device."""
 
     prefix: KVPrefix
     heads: slice
@@ -335,7 +336,7 @@ def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor, fused: b
 
 
 def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:
-    """Return the ranges of earlier keys in the order in which attention reads them; blocks that
-    overlap form one range."""
+    """Return the ranges of earlier keys in the order in which attention reads them. Blocks with
+    overlapping keys form one range."""
     visits = overlapping(block for block in blocks if block.k_start < q_start)
     return [(visit[0].k_start, max(block.k_stop for block in visit)) for visit in visits]

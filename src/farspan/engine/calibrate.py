@@ -76,7 +76,7 @@ KERNEL_MODEL = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
 
 @dataclass(frozen=True, slots=True)
 class FastestKernel:
-    """The fastest attention kernel of a device in one dtype."""
+    """Fastest attention kernel on one device in one dtype."""
 
     kernel: AttentionKernel | None = None  # None: no kernels to choose from
     deterministic: float = 1.0  # time of the fastest deterministic kernel over that of `kernel`
@@ -125,7 +125,7 @@ def _kernel_seconds(bench: Bench, dtype: torch.dtype) -> float:
 def measuring_kernel(
     bench: Bench, dtype: torch.dtype, kernel: AttentionKernel | None
 ) -> Iterator[None]:
-    """Measure the bench's attention with this kernel inside the context."""
+    """Run the body with this kernel in the bench's attention calls."""
     bench.kernel = kernel or AttentionKernel.AUTO
     try:
         with AttentionKernels(bench.device, dtype, bench.kernel).ready():
@@ -195,7 +195,8 @@ def calibrate(
 
 @dataclass(slots=True)
 class Calibration:
-    """A calibration in several passes, each of which measures only unsettled values."""
+    """Measurement of a machine in several passes; later passes repeat only numbers that still
+    vary."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
@@ -206,7 +207,7 @@ class Calibration:
     _overhead: float = field(init=False, default=0.0)
 
     def look(self, progress: Progress = lambda _: None) -> None:
-        """Measure everything once."""
+        """Run one pass over all measurements."""
         for dtype in self.dtypes:
             said, name = _after(f"{_name(dtype)}: ", progress), _name(dtype)
             if name not in self._fastest:  # once: one curve describes one kernel
@@ -223,7 +224,7 @@ class Calibration:
         self._overhead = _cell_seconds(self.bench)
 
     def file(self) -> MachineFile:
-        """Return what all calls of `look` measured, as a machine file."""
+        """Return a machine file with the results of all passes so far."""
         link, record = self._links, versions()
         assert link is not None, "look first"
         on_cpu, device = self.bench.on_cpu, self.bench.device
@@ -263,7 +264,11 @@ def here(
     device: torch.device | None = None,
     dtypes: Sequence[torch.dtype] = DTYPES[:2],
 ) -> MachineSpec:
-    """Return the measured rates of this machine with this device, by default a GPU if it has one.
+    """Return the rates of this machine with a device, by default its GPU if it has one. They come
+    from the file that `farspan calibrate` wrote. Without a fitting file they are measured quickly,
+    once, in these dtypes, and saved next to it. Files of other hardware, CPU threads or another
+    torch do not fit. `progress` receives a message when a measurement starts, with the file that
+    will hold it.
 
     They come from the file that `farspan calibrate` wrote; else they are measured quickly, once, in
     these dtypes, and kept next to that file. Measurements with other hardware, CPU threads or
@@ -284,7 +289,7 @@ def here(
 
 
 def _basis(record: dict[str, Any], device: torch.device) -> str | None:
-    """Return the hardware and versions for which a measurement holds; None if not recorded."""
+    """Return the hardware and versions that a measurement belongs to, or None if not recorded."""
     if not record:
         return None
     on_cpu = device.type == "cpu"
@@ -310,7 +315,7 @@ def _kept(
     now: dict[str, Any],
     progress: Progress,
 ) -> MachineSpec:
-    """Return the kept measurements of this machine, after measuring the missing dtypes."""
+    """Return the saved measurements of this machine, after measuring missing dtypes."""
     # Several machines may share a home.
     key = hashlib.sha256(str(_basis(now, device)).encode()).hexdigest()[:12]
     path, before = folder / f"measured-{key}.json", None
@@ -374,15 +379,15 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
 def _softmax(
     bench: Bench, path: str, dtype: torch.dtype, curves: dict[str, Curve], *, backward: bool
 ) -> float:
-    """Return seconds of softmax, a difference of two calls, at most those of the whole call."""
+    """Seconds of softmax, the difference of two calls, at most the seconds of a whole call."""
     way = "backward" if backward else "forward"
     found = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
     return min(found, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
 
 
 def _peak(bench: Bench, dtype: torch.dtype, curves: Iterable[Curve]) -> float:
-    """Return the datasheet's rate if a preset knows the GPU, or the fastest call if that is faster.
-    Without a preset it is the fastest call."""
+    """Return the FLOP per second that MFU compares with: the datasheet's, or the fastest call's if
+    that is faster or no preset knows the GPU."""
     preset = None if bench.on_cpu else preset_of_gpu(torch.cuda.get_device_name(bench.device))
     known = machine(preset).rates if preset is not None else {}
     datasheet = known[_name(dtype)].peak if _name(dtype) in known else 0.0
@@ -394,10 +399,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cell_seconds(bench: Bench) -> float:
-    """Return the seconds to issue a cell, from steps of a tiny model with almost nothing to
-    compute. A GPU runs it in bfloat16, in chunks that the vendors' attention kernels accept, since
-    kernel launches are counted. A CPU issues with the cores that compute, so its chunks have a few
-    tokens."""
+    """Return the seconds that the CPU takes to launch a cell, from steps of a tiny model. A GPU
+    runs it in bfloat16, in chunks that the vendors' attention kernels accept, since kernel launches
+    are counted. A CPU issues with the cores that compute, so its chunks have a few tokens."""
     dtype, chunk = torch.bfloat16, bench.effort.chunk
     if bench.on_cpu:
         dtype, chunk = torch.float32, 16
@@ -419,7 +423,7 @@ def _cell_seconds(bench: Bench) -> float:
 
 
 def _reserve(device: torch.device) -> int:
-    """Return the device bytes taken outside torch: the context, the libraries, other processes."""
+    """Return the device bytes in use outside torch: the context, libraries, other processes."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

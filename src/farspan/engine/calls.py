@@ -29,7 +29,7 @@ Ready = tuple[PreparedModel, PreparedProgram, StepInputs, int]
 
 @dataclass
 class Calls:
-    """The calls of one step: what they share, and how each is made ready."""
+    """Calls of one step object: their shared state, and how each call is prepared."""
 
     models: Preparations
     runner: Runner
@@ -41,19 +41,19 @@ class Calls:
 
     @property
     def plan(self) -> Plan | None:
-        """The planner's plan for the present schedule; None if the planner did not choose it."""
+        """Plan of the present schedule, or None if the user gave the schedule."""
         return next((p for p in self.plans if p.schedule is self.models.schedule), None)
 
     def agreement(self, call: str) -> AbstractContextManager[Agreement]:
-        """Return a check that all ranks make the same call; a single process checks nothing."""
+        """Return a context that checks that all ranks make the same call."""
         sharded = self.models.sharded
         return agreement(None if sharded is None else sharded.ranks, call)
 
     def ready(
         self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
     ) -> Ready:
-        """Check the arguments of a step or an evaluation, and make it ready. Raises
-        UnsupportedError."""
+        """Check the arguments of a step or an evaluation, and prepare its program and inputs.
+        Raises UnsupportedError."""
         with self.agreement(call) as same:
             if trains:
                 refuse_without_gradients()
@@ -65,7 +65,7 @@ class Calls:
         return self.models.now, prepared, self.drawing(inputs) if trains else inputs, count
 
     def accept(self, *, trains: bool) -> PreparedModel:
-        """Return the model as it is now. Raises UnsupportedError."""
+        """Return the model, prepared again if it has changed. Raises UnsupportedError."""
         was, now = self.models.now, self.models.accept(trains=trains)
         if now is not was:
             self.runner.memory.open_forward = None
@@ -73,7 +73,7 @@ class Calls:
         return now
 
     def compare(self, same: Agreement, trained_tokens: int | None = None, *, draws: bool) -> None:
-        """Let ranks compare everything that decides a call, except its inputs."""
+        """Compare between ranks everything that decides a call, except its inputs."""
         if trained_tokens is not None and trained_tokens < 1:
             raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
         model = self.models.now
@@ -98,14 +98,14 @@ class Calls:
         evaluation: bool = False,
         is_cut: bool = False,
     ) -> PreparedProgram:
-        """Return the program of a call of this shape, for which the planner may choose a schedule.
+        """Return the program of a call of this shape; with "auto" the planner chooses its schedule.
         RoPE is scaled for the longest sequence of all replicas, which form one batch."""
         if self.planner is not None:
             run = RunSpec(batch, tokens)
             self._choose(self.planner, run, _VALUES if is_cut else Objective())
         model = self.models.now
         if same is not None:
-            model.boundary.settle(max(longest for longest, _ in same.table))
+            model.stages.settle(max(longest for longest, _ in same.table))
         return self.runner.program(model, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
     def release(self) -> None:
@@ -113,8 +113,8 @@ class Calls:
         self.runner.release(self.models.now)
 
     def _choose(self, planner: Planner, run: RunSpec, loss: Objective) -> None:
-        """Prepare the model for a schedule planned for batches at least as large, and for values of
-        tokens if the loss uses them."""
+        """Prepare the model for a planned schedule that covers this batch: an earlier plan for at
+        least as large a batch, or a new one."""
         now, sharded = self.models.now, self.models.sharded
         if sharded is not None and sharded.ranks.layout.data > 1:  # replicas' batches may differ
             rows = sharded.ranks.figures([run.batch, run.tokens])
@@ -133,7 +133,7 @@ class Calls:
         if found is None:
             self.release()  # plan with the memory that is then free
             with torch.inference_mode(False), torch.enable_grad():  # planning runs backwards
-                model, device = now.boundary.model, now.boundary.device
+                model, device = now.stages.model, now.stages.device
                 moves = sharded is None or self.models.whole_on is not None
                 wanted = self.models.wanted
                 found = planner(model, device, run, wanted, loss, sharded=sharded, moves=moves)
@@ -142,7 +142,8 @@ class Calls:
             self.models.follow(found.schedule)
 
     def drawing(self, inputs: StepInputs) -> StepInputs:
-        """Add this call's dropout draws to its inputs, the same on all ranks of a sequence."""
+        """Return the inputs with this call's random draws for dropout, equal on all ranks of a
+        sequence."""
         model, (batch, tokens), row = self.models.now, inputs.input_ids.shape, 0
         if model.sharded is not None:
             row = batch * model.sharded.ranks.rank.along["data"]
@@ -155,7 +156,7 @@ class Calls:
 
 
 def written(schedule: Schedule | str, selector: object) -> tuple[Schedule | None, Planner | None]:
-    """Return the schedule or, for "auto", the planner."""
+    """Return the schedule that the user gave, or the planner for "auto"; the other is None."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:
             raise UnsupportedError(
@@ -195,8 +196,9 @@ def inputs_of(
     *,
     several: bool = False,
 ) -> StepInputs:
-    """Check the inputs, and let ranks compare them. Raises UnsupportedError naming the argument."""
-    if torch.is_autocast_enabled(model.boundary.device.type):
+    """Return the checked inputs, and add them to the ranks' comparison. Raises UnsupportedError
+    naming the argument."""
+    if torch.is_autocast_enabled(model.stages.device.type):
         raise UnsupportedError(
             "autocast: the program is planned for one dtype; call the step outside autocast, "
             "and load the model in the dtype to compute in"
@@ -208,14 +210,14 @@ def inputs_of(
         same.add({n: repr(x) if x is None else x for n, x in given}, OF_BATCH)
     longest = int(inputs.position_ids.max()) + 1
     if model.limit is not None and longest > model.limit:
-        refuse_context(model.boundary.model, longest)
+        refuse_context(model.stages.model, longest)
     same.figures = [longest, inputs.trained]
     return inputs
 
 
 def _count(same: Agreement, model: PreparedModel, inputs: StepInputs, given: int | None) -> int:
-    """Return the divisor of the sum of losses; at least 1, so the loss is 0 without trained
-    tokens."""
+    """Return the number by which the sum of losses is divided. At least 1, so the loss is 0 without
+    trained tokens."""
     if given is not None:
         return given
     if inputs.weights is not None:

@@ -16,21 +16,22 @@ PART = "far attention"  # of the package
 
 
 class FarStep(Protocol):
-    """The far attention of a step, whose programs run one after another."""
+    """Sparse attention of a step, whose programs run one after another."""
 
     @property
     def select(self) -> object:
-        """What chooses keys: equal on all ranks."""
+        """The selector of pages, equal on all ranks."""
 
     def run(self, context: AttentionContext, *, watches: bool) -> FarRun[KVPrefix]:
-        """Return the far attention of one run. With `watches` it measures what one cell sees."""
+        """Return the sparse attention for one run of a program. With `watches` it measures the
+        attention mass that one cell's queries see."""
 
     def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Return the bytes that all runs hold on the device, prepared now as they will use it."""
+        """Return the device bytes that stay allocated between runs, and allocate them now."""
 
 
 def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | None:
-    """Return the far attention of a step by this schedule; None: it is dense. Raises
+    """Return the sparse attention of a step with this schedule, or None if it is dense. Raises
     UnsupportedError."""
     if schedule.sparse is None:
         return None
@@ -39,7 +40,8 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
 
 
 def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch.dtype) -> Function:
-    """Return the function that a step in `dtype` computes."""
+    """Return the function that a step with this schedule and dtype computes, to verify it against
+    plain autograd."""
     if schedule.sparse is None:
         return Function(schedule, dtype)
     found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)
@@ -47,6 +49,6 @@ def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch
 
 
 def far_curves(bench: Any, path: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Return measured rates of far attention (`farspan.sparse.measure`)."""
+    """Return the measured rates of sparse attention (`farspan.sparse.measure`)."""
     found: dict[str, Curve] = given(PART, "page_curves")(bench, path, dtype)
     return found

@@ -32,7 +32,7 @@ Reduce = Callable[[int, dict[nn.Parameter, Tensor]], None]
 
 @contextmanager
 def own_gradients(model: nn.Module) -> Iterator[None]:
-    """Run the body with all gradients unset, and restore the earlier ones afterwards."""
+    """Run the body with every `.grad` unset, and restore the earlier gradients afterwards."""
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)
     try:
@@ -43,8 +43,8 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
-    """Compute total += dout.T @ x in one product, from operands of the same or a narrower dtype.
-    With `fresh` the old value of `total` is not read."""
+    """Compute total += dout.T @ x in one matrix product. The operands have the dtype of `total` or
+    a narrower one. With `fresh` the old value of `total` is not read."""
     beta = 0 if fresh else 1
     if total.dtype == x.dtype:
         torch.addmm(total, dout.t(), x, beta=beta, out=total)
@@ -55,8 +55,8 @@ def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
 @contextmanager
 def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Run the body with gradients in their parameter's dtype, whatever `grad_dtype` is, and without
-    hooks of parameters. A call's gradient is complete when all its chunks are. Gradients are
-    widened as they are added: a cast before would take 18 bytes an element instead of 10, and hold
+    hooks of parameters. Hooks must see a call's whole gradient, of all chunks. Gradients are
+    widened as they are added: a cast before would take 18 bytes per element instead of 10, and hold
     a layer's gradients in fp32 next to the sums."""
     parameters = list(parameters)
     wide = [p for p in parameters if p.dtype != p.grad_dtype == accumulate_dtype(p.dtype)]
@@ -67,14 +67,14 @@ def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def is_hooked(parameter: nn.Parameter) -> bool:
-    """Return whether hooks of a parameter see its gradient before it is accumulated."""
+    """Return whether the parameter has hooks that see its gradient before it is accumulated."""
     return parameter.requires_grad and bool(parameter._backward_hooks)
 
 
 @torch.no_grad()
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add a call's complete gradient to `.grad` as autograd does: the parameter's hooks run first
-    and may replace it."""
+    """Add the gradient of a whole call to `.grad` as autograd does: the parameter's hooks run first
+    and may replace the gradient."""
     for hook in (parameter._backward_hooks or {}).values():
         given = hook(gradient)
         gradient = gradient if given is None else given
@@ -92,12 +92,12 @@ def call_accumulated(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class GradientAccumulator:
-    """Accumulates weight gradients over chunks and adds them to `.grad` like `loss.backward()`. A
+    """Sums of weight gradients over chunks, which end in `.grad` as after `loss.backward()`. A
     parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
-    `.grad` itself; any other gets an fp32 accumulator that lives until its group is closed. If
-    several ranks have a part of each gradient, all parameters get an accumulator, and `reduce` sums
-    over ranks. Gradients of `hooked` parameters are complete, and accumulated, at the end of the
-    call."""
+    `.grad` itself; any other gets an fp32 sum that lives until its group is closed. If several
+    ranks have a part of each gradient, all parameters get a sum, and `reduce` adds it over ranks.
+    Gradients of `hooked` parameters are accumulated at the end of the call, when they are
+    complete."""
 
     def __init__(self, reduce: Reduce | None = None, hooked: Iterable[nn.Parameter] = ()) -> None:
         self.received: dict[nn.Parameter, None] = {}  # parameters with a gradient, in order
@@ -107,12 +107,12 @@ class GradientAccumulator:
         self._reduce = reduce
 
     def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
-        """Accumulate a parameter's gradients in `total`, on top of its present value unless
-        `fresh`."""
+        """Use `total` as the sum of a parameter's gradients; with `fresh` its present value is
+        ignored."""
         (self._places if fresh else self._open)[parameter] = total
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
-        """Remove and return the sum of a parameter's gradients; None: it has none."""
+        """Remove and return the sum of a parameter's gradients, or None without one."""
         self._places.pop(parameter, None)
         return self._open.pop(parameter, None)
 
@@ -130,13 +130,13 @@ class GradientAccumulator:
             total.add_(gradient)
 
     def add_product(self, parameter: nn.Parameter, dout: Tensor, x: Tensor) -> None:
-        """Add dout.T @ x, the gradient of a linear module's weight [out, in], from dout [rows, out]
-        and x [rows, in] of the weight's dtype."""
+        """Add dout.T @ x, the gradient of a linear module's weight [out, in]. `dout` [rows, out]
+        and `x` [rows, in] have the weight's dtype."""
         total, fresh = self._sum(parameter)
         add_product(total, dout, x, fresh=fresh)
 
     def _sum(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, and whether it is still empty."""
+        """Return the sum of a parameter's gradients, and whether it is still empty."""
         if parameter in self._places:
             self._open[parameter] = self._places.pop(parameter)
             return self._open[parameter], True
@@ -156,7 +156,7 @@ class GradientAccumulator:
         return self._open[parameter], True
 
     def close(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Round the accumulators of these parameters into `.grad`, once."""
+        """Add the sums of these parameters to `.grad`, rounded once."""
         for parameter in parameters:
             total = None if parameter in self._hooked else self._open.pop(parameter, None)
             if total is None:
@@ -166,14 +166,14 @@ class GradientAccumulator:
             parameter.grad = total.to(parameter.grad_dtype or total.dtype)
 
     def finish(self) -> None:
-        """Accumulate the gradients of hooked parameters at the end of the call."""
+        """Accumulate the gradients of parameters with hooks, at the end of the call."""
         for parameter in self._hooked:
             total = self._open.pop(parameter, None)
             if total is not None:
                 accumulate(parameter, total.to(parameter.grad_dtype or total.dtype))
 
     def reduce(self, unit: int) -> None:
-        """Sum a unit's accumulators over ranks into `.grad`."""
+        """Add the sums of a unit's gradients over ranks to `.grad`."""
         assert self._reduce is not None
         self._reduce(unit, self._open)
 
@@ -182,8 +182,9 @@ RunChunk = Callable[[Tensor], Tensor]  # a layer on its chunk
 
 
 class GraphEntry(torch.autograd.Function):
-    """The entry of a cell's graph, which hands the gradient of the layer's input to `sink`. The
-    graph holds no tensor for the input, so the input may leave the device before the backward."""
+    """Identity at the start of a cell's graph, whose backward appends the input's gradient to
+    `sink`. The graph holds no tensor for the input, so the input may leave the device before the
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, sink: list[Tensor]) -> Tensor:
@@ -198,37 +199,38 @@ class GraphEntry(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Inlet:
-    """The entry of a tensor into a graph, which receives its gradient."""
+class GraphInput:
+    """Handle of a tensor that enters a cell's graph; receives the tensor's gradient."""
 
     anchor: Tensor
     sink: list[Tensor]  # empty before the backward, and after it if nothing depends on the tensor
 
 
-def enter(tensor: Tensor) -> tuple[Tensor, Inlet]:
-    """Return the tensor as an input of the graph, and its inlet; autograd must be on."""
-    inlet = Inlet(tensor.new_zeros(0, requires_grad=True), [])
-    return GraphEntry.apply(inlet.anchor, tensor, inlet.sink), inlet
+def enter(tensor: Tensor) -> tuple[Tensor, GraphInput]:
+    """Return the tensor as an input of a new graph, and its handle. Autograd must be on."""
+    graph_input = GraphInput(tensor.new_zeros(0, requires_grad=True), [])
+    return GraphEntry.apply(graph_input.anchor, tensor, graph_input.sink), graph_input
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A cell's graph, waiting for its backward."""
+    """Autograd graph of a cell, until its backward."""
 
     out: GradientEdge
-    inlet: Inlet  # of the layer's input
+    graph_input: GraphInput  # of the layer's input
     saved: SavedActivations | None = None  # of a kept graph
 
 
 def build_graph(
     run: RunChunk, hidden: Tensor, saved: SavedActivations | None = None
 ) -> tuple[Graph, Tensor]:
-    """Run a layer and return its graph and output; autograd saves to `saved` if given."""
+    """Run a layer with autograd; return its graph and its output. Tensors for the backward go to
+    `saved` if given."""
     with torch.enable_grad():
-        entered, inlet = enter(hidden)
+        entered, graph_input = enter(hidden)
         with nullcontext() if saved is None else saved.hooks():
             out = run(entered)
-    return Graph(get_gradient_edge(out), inlet, saved), out.detach()
+    return Graph(get_gradient_edge(out), graph_input, saved), out.detach()
 
 
 def differentiate(
@@ -237,18 +239,22 @@ def differentiate(
     given: list[Tensor],
     *,
     left: Sequence[GradientEdge] = (),
-    inlets: Iterable[Inlet] = (),
+    graph_inputs: Iterable[GraphInput] = (),
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Return the gradients of a cell's weights and that of its input. `given` has the gradients of
-    the output and of `left`; the list is emptied so that autograd can free them. The gradients of
-    other inputs are in `inlets`."""
+    """Return the gradients of a cell's weights, and the gradient of its input. `given` has the
+    gradients of the output and of the tensors `left` to the next chunk; the list is emptied so that
+    autograd can free them. Gradients of other inputs are in `graph_inputs`."""
     found = torch.autograd.grad(
         [graph.out, *left],
-        [*parameters, graph.inlet.anchor, *(inlet.anchor for inlet in inlets)],
+        [
+            *parameters,
+            graph.graph_input.anchor,
+            *(graph_input.anchor for graph_input in graph_inputs),
+        ],
         [given.pop(0) for _ in range(len(given))],
         allow_unused=True,
     )
-    (gradient,) = graph.inlet.sink
+    (gradient,) = graph.graph_input.sink
     return found[: len(parameters)], gradient
 
 
@@ -257,9 +263,9 @@ PROBE_ROWS = 16  # rows and columns of the probed product
 
 @cache
 def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device adds products of this dtype to wider sums. A product is tried once:
-    cuBLAS does since PyTorch 2.11. A CPU always returns False: plans count autograd's gradients
-    there."""
+    """Return whether the device can add a product of this dtype to a wider sum in one kernel. One
+    product is tried: cuBLAS can since PyTorch 2.11. A CPU always returns False: plans count
+    autograd's gradients there."""
     if device.type != "cuda":
         return False
     x = (
@@ -281,15 +287,15 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class AccumulatingLinears(Linears):
-    """The forward and backward of a step's linear modules, which add weight gradients to sums."""
+    """Linear modules of a step that add weight gradients directly to the sums over chunks."""
 
     adds: bool = True  # products add to sums; False: autograd returns the gradients
     gradients: GradientAccumulator | None = None  # of the running step
     unread: bool = False  # nothing reads the output of the running layer
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
-        """Return the forward for a linear module's shell (`hf.fused_layers.Rule`). None if the
-        module's class overrides nn.Linear.forward."""
+        """Return the replacement of a linear module's forward (`hf.fused_layers.Rule`), or None if
+        its class overrides nn.Linear.forward."""
         return self.forward if self.adds and _is_linear(module) else None
 
     def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
@@ -299,8 +305,8 @@ class AccumulatingLinears(Linears):
         return out
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run both modules on x; in the backward the second adds its gradient of x to the first's.
-        Autograd would read both gradients and write a third."""
+        """Run gate and up on x. In the backward the second product adds its gradient of x to the
+        first's; autograd would read both gradients and write a third."""
         both = (gate, up)
         if not all(self.adds and self._may(m, x) and m.bias is None for m in both):
             return gate(x), up(x)
@@ -308,17 +314,17 @@ class AccumulatingLinears(Linears):
         return out
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
-        """Run the last linear module, or skip its product if nothing reads the layer's output. The
-        output is only added to the layer's. Without it a 7B layer that runs again for its backward
-        has 29% fewer products; act(gate) * up is computed in the backward of the gate. A reader of
-        the skipped value finds NaN."""
+        """Run the MLP's last linear module, or skip its product if no instruction reads the layer's
+        output. The output is only added to the layer's. Without it a 7B layer that runs again for
+        its backward has 29% fewer products; act(gate) * up is computed in the backward of the gate.
+        A reader of the skipped value finds NaN."""
         if not (self.unread and self._may(down, gate)):
             return Linears.last(self, down, gate, up, act)
         return _Unread.apply(gate, up, down.weight, down.bias, act, self)
 
     def _may(self, module: nn.Module, x: Tensor) -> bool:
-        """Return whether calling the module has no other effect: it has no hooks, and its forward
-        is that of nn.Linear or of its shell."""
+        """Return whether the module may be bypassed: it has no hooks, and its forward is that of
+        nn.Linear or our replacement."""
         forward = module.__dict__.get("forward")
         ours = forward is None or getattr(forward, "__func__", None) == self.forward
         hooks = (*_HOOKS, "_forward_hooks_always_called")
@@ -326,8 +332,7 @@ class AccumulatingLinears(Linears):
         return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
-        """Add the product to the sum and return None, or return the weight's gradient for
-        autograd."""
+        """Add a weight's gradient to its sum and return None, or return it for autograd to add."""
         if not self.adds:
             return dout.t() @ x
         assert self.gradients is not None, "no step runs"
@@ -343,8 +348,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_trained(module: nn.Module, x: Tensor) -> bool:
-    """Return whether autograd would give the weight a gradient for the sum alone. A hook of the
-    weight has to see the gradient, and a computed weight is no parameter."""
+    """Return whether autograd would give the weight a gradient that only the sum reads. A hook of
+    the weight has to see the gradient, and a computed weight is no parameter."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or weight._backward_hooks:
         return False
@@ -374,7 +379,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Pair(torch.autograd.Function):
-    """Two linear modules without bias on one input."""
+    """Gate and up of an MLP, two linear modules without bias on one input."""
 
     @staticmethod
     def forward(
@@ -396,7 +401,7 @@ class _Pair(torch.autograd.Function):
 
 
 class _Unread(torch.autograd.Function):
-    """A linear module on act(gate) * up that does not compute its output."""
+    """Last linear module of an MLP, without computing the output, which nothing reads."""
 
     @staticmethod
     def forward(

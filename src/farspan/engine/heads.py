@@ -27,14 +27,15 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-probabilities of target ids, and statistics of each token's distribution."""
+    """Head that returns log-probabilities of target ids and statistics of each token's
+    distribution."""
 
     temperature: float = 1.0  # divides the logits
     statistics: tuple[str, ...] = ()  # names in STATISTICS, returned after the log-probabilities
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], 0 at ignored
-        targets, followed by the statistics, [n, 1] each."""
+        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], followed by the
+        statistics, [n, 1] each. Ignored targets have 0."""
         wide = logits.to(accumulate_dtype(logits.dtype))
         if self.temperature != 1.0:
             wide = wide / self.temperature
@@ -47,13 +48,14 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class TopIds(LogProbs):
-    """The k likeliest of the first `vocab` ids, and their log-probabilities."""
+    """Head that returns the k likeliest of the first `vocab` ids and their log-probabilities."""
 
     k: int = 1
     vocab: int | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
-        """Return [n, 2 k] from logits [n, V]: ids, then log-probabilities, the likeliest first."""
+        """Return k ids, then their k log-probabilities, the likeliest first: [n, 2 k] from logits
+        [n, V]."""
         normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
         found, ids = normal[:, : self.vocab].topk(self.k, -1)
         return torch.cat((ids.to(found.dtype), found), 1)
@@ -61,9 +63,9 @@ class TopIds(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """Values of every token, and the gradient of a loss computed from them."""
+    """Head that returns values of each token, from which the caller computes a loss."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     function: LogProbs | HeadFunction
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
@@ -72,11 +74,12 @@ class ValueHead:
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return every token's values [B, C, k] from hidden [B, C, h] and targets [B, C, ...]."""
+        """Return the values [B, C, k] of each token, from hidden states [B, C, h] and targets [B,
+        C, ...]."""
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
-            spans = pieces_of(hidden, self.piece, self.boundary.vocab)
+            spans = pieces_of(hidden, self.piece, self.stages.vocab)
             return torch.cat([self._of(hidden[:, at], targets[:, at]) for at in spans], 1)
 
     def gradient(
@@ -87,12 +90,13 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of hidden from the gradient `given` of all values [B, C, k] or of the
-        first [B, C, 1]; dW go to `gradients` and `own`."""
+        """Return the gradient of `hidden` from `given`, the gradient of all values [B, C, k] or
+        only of the first [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
+        head's)."""
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)
-        for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+        for span in pieces_of(hidden, self.piece, self.stages.vocab):
             piece = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
                 values = self._of(piece, targets[:, span])[..., : given.shape[2]]
@@ -112,10 +116,10 @@ class ValueHead:
     def _of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         batch, tokens = targets.shape[:2]
         if isinstance(self.function, LogProbs):
-            rows = self.boundary.logits(hidden).flatten(0, 1)
+            rows = self.stages.logits(hidden).flatten(0, 1)
             found = self.function(rows, targets.reshape(batch * tokens, -1))
         else:
-            rows = self.boundary.final(hidden).flatten(0, 1)
+            rows = self.stages.final(hidden).flatten(0, 1)
             found = self.function(rows, targets.flatten(0, 1))
             if not isinstance(found, Tensor) or found.shape[:-1] != rows.shape[:1]:
                 what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -123,4 +127,4 @@ class ValueHead:
                     f"head: expected values [{len(rows)}, k] of {len(rows)} tokens, got {what}; "
                     "return a tensor with a row for each hidden state"
                 )
-        return found.to(accumulate_dtype(self.boundary.dtype)).view(batch, tokens, -1)
+        return found.to(accumulate_dtype(self.stages.dtype)).view(batch, tokens, -1)

@@ -1,4 +1,4 @@
-"""Interpret a program: one match over its instructions.
+"""Run a program's instructions on a model and a batch.
 
 `Interpreter.run` is a step. Layers run as they are or in shells (`Layers`), and call
 `farspan.engine.attention_op` for their attention.
@@ -74,13 +74,13 @@ from farspan.spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The decoder layers of a model, run unchanged by each cell."""
+    """Decoder layers of a model, which cells run unchanged."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
 
     def of(self, i: Forward) -> nn.Module:
-        """Return the module that runs the layer of a cell on its chunk."""
-        return self.boundary.running[i.layer]
+        """Return the module to run for a cell: the layer, or a shell that shares its weights."""
+        return self.stages.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class SparingLayers(Layers):
 
     def of(self, i: Forward) -> nn.Module:
         self.adding.unread = i.layer in self.spared and (i.layer, i.chunk) in self.unread
-        return self.boundary.running[i.layer]
+        return self.stages.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
 class CutLayers(Layers):
-    """Layers whose weights are sharded by tensor parallelism, each rank on its own tokens."""
+    """Layers with weights sliced by tensor parallelism; each rank runs on its own tokens."""
 
     tensor: TensorParallel
     program: Program
@@ -107,15 +107,15 @@ class CutLayers(Layers):
         rank, chunk = self.program.share.rank, self.program.chunks[i.chunk]
         peers = [Rank(rank.layout, number) for number in rank.peers("tensor")]
         counts = [stop - start for start, stop in (peer.tokens(chunk) for peer in peers)]
-        if not any(counts):  # all run fillers (AttentionContext.is_filler)
+        if not any(counts):  # all run padding tokens (is_padding)
             counts = [1] * len(counts)
-        return self.tensor.shell(i.layer, self.boundary.layers[i.layer], counts)
+        return self.tensor.shell(i.layer, self.stages.layers[i.layer], counts)
 
 
 @dataclass(frozen=True, slots=True)
 class TiledLayers(Layers):
-    """Layers in shells that run token-wise modules on tiles, for one step. A kept graph is there to
-    save everything that autograd needs, so its layer runs without tiles."""
+    """Layers whose token-wise modules run on tiles, in shells made for one step. Cells with saved
+    graphs run without tiles, since those graphs save everything that autograd needs."""
 
     children: Sequence[Sequence[Tokenwise]]  # of each layer
     tokens: int
@@ -125,7 +125,7 @@ class TiledLayers(Layers):
     shells: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
 
     def of(self, i: Forward) -> nn.Module:
-        layer = self.boundary.running[i.layer]
+        layer = self.stages.running[i.layer]
         if i.kept:
             return layer
         key = i.layer, not (i.graph and (i.layer, i.chunk) in self.unread)
@@ -138,7 +138,7 @@ class TiledLayers(Layers):
 
 
 def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Leave gradients of a custom head alone: they are not sharded, and the caller collects
+    """Keep gradients of a custom head in their sums: they are not sharded, and the caller collects
     them."""
 
 
@@ -148,7 +148,7 @@ Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
 @dataclass(slots=True)
 class Registers:
-    """The state that the instructions of a program change."""
+    """Tensors and counters that change while a program runs."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)  # inputs by layer, [B, C, hidden]
     gradient: dict[int, Tensor] = field(default_factory=dict)  # of the loss by those
@@ -165,9 +165,9 @@ class Registers:
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreter:
-    """Run one program on one batch. All that changes is in `registers`."""
+    """Interpreter of one program on one batch. Its `registers` hold everything that changes."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     program: Program
     storage: ProgramBuffers
     inputs: StepInputs
@@ -186,7 +186,7 @@ class Interpreter:
 
     @cached_property
     def attention(self) -> AttentionContext:
-        """What the attention of all cells shares."""
+        """Context of all attention calls, made on first use."""
         slots = StagingBuffers(self.storage.copies)
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         made = self.make_attention(
@@ -198,21 +198,22 @@ class Interpreter:
 
     @cached_property
     def recurrent(self) -> Recurrent:
-        """What the cells of recurrent layers share."""
+        """Context of all cells of recurrent layers, made on first use."""
         slots = self.attention.slots
-        return Recurrent(self.boundary, self.program, self.storage, slots, self.attention)
+        return Recurrent(self.stages, self.program, self.storage, slots, self.attention)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The stage's neighbours; None if this rank runs all layers."""
+        """Communication with neighbouring pipeline stages, or None without a pipeline."""
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         if ranks is None or ranks.layout.pipeline == 1:
             return None
         return Pipeline(ranks.among("pipeline"))
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
-        """Run the remaining instructions, or those before `until`; return the mean loss (float64
-        scalar). `orders` are the waits if copies overlap the computation."""
+        """Run the remaining instructions, or those before index `until`, and return the mean loss
+        as a float64 scalar. `orders` are the waits between lanes if copies overlap with
+        computation."""
         now = self.registers
         if orders is not None and now.order is None:
             now.order = StreamOrder(self.storage.copies, orders)
@@ -258,7 +259,7 @@ class Interpreter:
         if self.pipeline is not None:
             self.pipeline.finish()
         if now.loss is None:  # another pipeline stage has the head
-            return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
+            return torch.zeros((), dtype=torch.float64, device=self.stages.device)
         return now.loss
 
     def _stream_weights(self, i: Gather | Reduce, weights: StreamedWeights) -> None:
@@ -272,7 +273,7 @@ class Interpreter:
             weights.fetch(self.program, i, self.storage.copies)
 
     def _among_ranks(self, instruction: Instruction) -> None:
-        """Gather and release weights, and pass chunks between the stages of a pipeline."""
+        """Run an instruction that exchanges weights or hidden states with other ranks."""
         now = self.registers
         match instruction:
             case Gather(group, outer) if self.sharded_model is not None:
@@ -291,15 +292,15 @@ class Interpreter:
     # -- stages outside the layers -------------------------------------------------------------
 
     def _span(self, chunk: int) -> slice:
-        """Return the slice of a chunk's tokens that this rank runs: its own, or a filler."""
+        """Return the tokens of a chunk that this rank runs: its own, or a padding token."""
         start, stop = self.program.share.tokens.ranges[chunk]
-        if not self.attention.is_filler(chunk):
+        if not self.attention.is_padding(chunk):
             return slice(start, stop)
         start = min(start, self.program.run.tokens - 1)
         return slice(start, start + 1)
 
     def _stand_at(self, chunk: int) -> slice:
-        """Tell dropout which tokens of the chunk run next, and return their slice."""
+        """Return the rank's tokens of a chunk, after telling dropout that they run next."""
         span = self._span(chunk)
         if self.inputs.draws is not None:
             self.inputs.draws.at(Place(span.start, span.stop - span.start))
@@ -308,7 +309,7 @@ class Interpreter:
     def _embed(self, chunk: int) -> Tensor:
         span = self._stand_at(chunk)
         with torch.no_grad():
-            hidden, calls = self.boundary.embed(
+            hidden, calls = self.stages.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
         if self.program.share.rank.layout.tensor == 1:
@@ -320,7 +321,7 @@ class Interpreter:
         parameters = self.head.parameters
         span = self._stand_at(chunk)
         with torch.enable_grad():
-            hidden, _ = self.boundary.embed(
+            hidden, _ = self.stages.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
         if parameters and hidden.requires_grad:  # PEFT may require it for no parameter
@@ -329,13 +330,13 @@ class Interpreter:
 
     def _head(self, chunk: int, gradient: bool) -> None:
         now = self.registers
-        layer, span, inputs = len(self.boundary.layers), self._span(chunk), self.inputs
+        layer, span, inputs = len(self.stages.layers), self._span(chunk), self.inputs
         hidden, targets = now.hidden.pop(layer), inputs.targets[:, span]
-        is_filler = self.attention.is_filler(chunk)
+        is_padding = self.attention.is_padding(chunk)
         if isinstance(self.head, ValueHead):
-            self._value_head(self.head, span, hidden, gradient=gradient, is_filler=is_filler)
+            self._value_head(self.head, span, hidden, gradient=gradient, is_padding=is_padding)
             return
-        if is_filler:
+        if is_padding:
             targets = torch.full_like(targets, IGNORED)
         weights = None if inputs.weights is None else inputs.weights[:, span]
         if gradient:
@@ -347,10 +348,10 @@ class Interpreter:
         now.loss = loss if now.loss is None else now.loss + loss
 
     def _value_head(
-        self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_filler: bool
+        self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_padding: bool
     ) -> None:
         now = self.registers
-        targets, layer = self.inputs.targets[:, span], len(self.boundary.layers)
+        targets, layer = self.inputs.targets[:, span], len(self.stages.layers)
         if hidden.shape[1] == 0:  # another rank has all tokens of the chunk
             if gradient:
                 now.gradient[layer] = hidden
@@ -359,7 +360,7 @@ class Interpreter:
             assert now.given is not None
             given = now.given[:, span]
             now.gradient[layer] = head.gradient(
-                hidden, targets, given * 0 if is_filler else given, self.gradients, now.own
+                hidden, targets, given * 0 if is_padding else given, self.gradients, now.own
             )
             return
         if now.given is not None:  # a repeated forward: the values are known
@@ -367,7 +368,7 @@ class Interpreter:
         values = head.values(hidden, targets)
         if now.values is None:
             now.values = values.new_zeros(*self.inputs.input_ids.shape, values.shape[2])
-        if not is_filler:
+        if not is_padding:
             now.values[:, span] = values
 
     def _close(self, group: int) -> None:
@@ -382,23 +383,24 @@ class Interpreter:
                 self.gradients.reduce(unit)
             return
         for layer in layers:
-            self.gradients.close(self.boundary.layers[layer].parameters())
+            self.gradients.close(self.stages.layers[layer].parameters())
         if outer:
             self.gradients.close(self.head.parameters)
 
     def _passing(self, chunk: int) -> Tensor:
-        """Allocate the hidden states that a stage receives for a chunk, [B, C, hidden]."""
+        """Allocate the hidden states [B, C, hidden] of a chunk, to receive them from another
+        stage."""
         span, run = self._span(chunk), self.program.run
         shape = run.batch, span.stop - span.start, self.program.model.hidden
-        return torch.empty(shape, dtype=self.storage.dtype, device=self.boundary.device)
+        return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
-        """Return x [B, C, hidden] of a chunk in a buffer or slot."""
+        """Return a chunk's rows of x in a buffer or slot, [B, C, hidden]."""
         return self.storage.chunk(buffer, chunk, 0)["x"]
 
     def _load(self, buffer: str, chunk: int) -> Tensor:
         rows = self._x(buffer, chunk)
-        if self.attention.is_filler(chunk):
+        if self.attention.is_padding(chunk):
             return rows.new_zeros(len(rows), 1, rows.shape[2])
         return rows
 
@@ -421,17 +423,17 @@ class Interpreter:
         saved = self._saved(i, hidden, cell) if i.kept else None
         try:
             with torch.set_grad_enabled(i.graph), answering(cell):
-                entered, inlet = enter(hidden) if i.graph else (hidden, None)
+                entered, graph_input = enter(hidden) if i.graph else (hidden, None)
                 with nullcontext() if saved is None else saved.hooks():
                     out = layer(entered, *call.arguments, **call.keywords)
         except KVWritten:
             return
         out = out[0] if isinstance(out, tuple) else out
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
-        if inlet is not None:
+        if graph_input is not None:
             if saved is not None:
                 saved.seal(self._planned_cell(i))
-            now.graphs[i.layer, i.chunk] = cell, Graph(get_gradient_edge(out), inlet, saved)
+            now.graphs[i.layer, i.chunk] = cell, Graph(get_gradient_edge(out), graph_input, saved)
             cell.write_kv = cell.held = None
         elif i.hold:
             assert cell.held is not None
@@ -457,13 +459,13 @@ class Interpreter:
     def _saved(
         self, i: Forward, hidden: Tensor, cell: ChunkAttention | RecurrentCell
     ) -> SavedActivations:
-        """Return the store for the tensors that autograd saves in a kept graph."""
-        layer = self.boundary.layers[i.layer]
+        """Return the memory for tensors that autograd saves in a graph that outlives its chunk."""
+        layer = self.stages.layers[i.layer]
         tensors = *layer.parameters(), *layer.buffers()
         return SavedActivations(tensors, self._named(i.layer, hidden, cell))
 
     def _build_recurrent(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """Run a recurrent layer and keep its graph for the backward."""
+        """Run a recurrent layer and save its graph for the backward."""
         saved = self._saved(i, hidden, cell) if i.kept else None
         graph, self.registers.hidden[i.layer + 1] = build_graph(cell.run, hidden, saved)
         if saved is not None:
@@ -476,12 +478,12 @@ class Interpreter:
         self.registers.graphs[i.layer, i.chunk] = cell, graph
 
     def _keep_input(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """Keep the layer's input in the cell; the backward builds the graph from it."""
+        """Save the layer's input in the cell's memory, from which the backward builds the graph."""
         self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
         self.registers.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
-        """Return the bytes planned for this layer's cell: a slot may be wider than its home."""
+        """Return the bytes planned for this layer's cell; a slot may be larger."""
         assert i.activations is not None
         start, stop = cell_place(
             self.program, self.program.buffers[names.activations(i.layer)], i.chunk
@@ -521,13 +523,13 @@ class Interpreter:
             parameters,
             [now.gradient.pop(i.layer + 1), *gradients],
             left=left,
-            inlets=cell.inlets,
+            graph_inputs=cell.graph_inputs,
         )
         self.gradients.add(parameters, found)
         self.recurrent.add(coming, i, cell)
 
     def _trained(self, layer: int) -> list[nn.Parameter]:
-        return [p for p in self.boundary.layers[layer].parameters() if p.requires_grad]
+        return [p for p in self.stages.layers[layer].parameters() if p.requires_grad]
 
     def _restore(self, i: Backward, cell: ChunkAttention | RecurrentCell, graph: Graph) -> None:
         if graph.saved is not None:
@@ -537,7 +539,7 @@ class Interpreter:
             graph.saved.restore(store, self._named(i.layer, hidden, cell))
 
     def _as_input(self, store: Tensor, chunk: int) -> Tensor:
-        """View the bytes of a kept cell as a layer's input [B, C, hidden]."""
+        """View the bytes of a saved cell as a layer's input, [B, C, hidden]."""
         span, width = self._span(chunk), self.program.model.hidden
         shape = self.program.run.batch, span.stop - span.start, width
         size = prod(shape) * self.storage.dtype.itemsize
@@ -546,7 +548,8 @@ class Interpreter:
     def _named(
         self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
     ) -> dict[str, Tensor]:
-        """Return tensors by name that exist again when a kept graph runs backward."""
+        """Return the tensors, by name, that a saved graph refers to and that exist again in its
+        backward."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
@@ -559,15 +562,15 @@ class Interpreter:
         if now.calls[0] != chunk:
             with torch.no_grad():
                 batch, positions = self.program.run.batch, self._positions(chunk)
-                now.calls = chunk, self.boundary.calls(batch, positions)
+                now.calls = chunk, self.stages.calls(batch, positions)
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return position ids of the tokens that a layer's attention sees: those of all tensor
+        """Return the position ids of the tokens in a layer's attention: those of all tensor
         peers."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]
-        if self.attention.is_filler(chunk):
+        if self.attention.is_padding(chunk):
             return positions[:, self._span(chunk)].expand(-1, rank.layout.tensor)
         return positions[:, slice(*rank.tokens(self.program.chunks[chunk], "tensor"))]

@@ -40,9 +40,9 @@ CUDNN_WIDEST = 128
 
 
 def of_card(capability: tuple[int, int]) -> AttentionKernel:
-    """Return the fastest kernel that every PyTorch has, by a CUDA device's compute capability.
-    cuDNN trains 1.7 to 2.3 times as fast as flash attention 2 on an H100 (9.0) and takes 1.07 to
-    1.2 times as long on Ampere (8.x), Ada (8.9) and consumer Blackwell (12.x): measured by
+    """Return the fastest attention kernel built into PyTorch for a CUDA compute capability. cuDNN
+    trains 1.7 to 2.3 times as fast as flash attention 2 on an H100 (9.0) and takes 1.07 to 1.2
+    times as long on Ampere (8.x), Ada (8.9) and consumer Blackwell (12.x): measured by
     transformers' issue 48163. On data-centre Blackwell (10.x) it is the better guess until `farspan
     calibrate` has measured: flash attention 2 is not made for it."""
     return AttentionKernel.CUDNN if capability[0] in (9, 10) else AttentionKernel.FLASH
@@ -219,16 +219,17 @@ class Flash4:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def _left(self, block: Block) -> int | None:
-        """Return the keys to the left of the aligned diagonal, as `CudaFlash` counts them."""
+        """Return the number of keys left of the aligned diagonal that a window shows."""
         left, _ = CudaFlash().window(block)
         return None if left < 0 else left
 
 
 @cache
 def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
-    """Describe the fault of FlashAttention-4 on this device for heads of `width`; None: it works. A
-    causal square, a rectangle and a window, forward and backward, are compared with plain PyTorch:
-    farspan's backward needs the package's private functions, which may change at any release."""
+    """Return a description of how FlashAttention-4 fails on this device, or None if it works. A
+    causal square, a rectangle and a window with heads of `width` are compared with plain PyTorch,
+    forward and backward: farspan's backward needs the package's private functions, which may change
+    at any release."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(heads: int, tokens: int) -> Tensor:
@@ -277,10 +278,10 @@ CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # make cuBLAS de
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
-    """Attention kernels for one device, dtype and choice. With the choice `auto`, a layer gets
-    `fastest`, measured on this machine, if it supports the layer. With soft caps it gets
-    FlashAttention-4, the only fast kernel that has them, if it is installed and works here.
-    Otherwise `select_kernel` decides by the card."""
+    """Choice of the attention kernel for each layer, on one device and in one dtype. With the
+    choice `auto`, a layer gets `fastest`, measured on this machine, if it supports the layer. With
+    soft caps it gets FlashAttention-4, the only fast kernel that has them, if it is installed and
+    works here. Otherwise `select_kernel` decides by the card."""
 
     device: torch.device
     dtype: torch.dtype
@@ -309,7 +310,7 @@ class AttentionKernels:
             self._refuse_fault(spec, self.choice)
 
     def is_ready(self) -> bool:
-        """Return whether the chosen kernels run without the settings of `ready`."""
+        """Return whether the chosen kernels need no settings of torch to run (`ready`)."""
         return not self.deterministic and self._wanted() is not AttentionKernel.FA3
 
     def _wanted(self) -> AttentionKernel:
@@ -320,7 +321,7 @@ class AttentionKernels:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Run the body with the chosen kernels active."""
+        """Run the body with the settings of torch that the chosen kernels need."""
         with ExitStack() as stack:
             stack.enter_context(deterministic_algorithms(self.deterministic))
             if self._wanted() is AttentionKernel.FA3:
@@ -372,7 +373,7 @@ def attention_kernels(
 
 
 def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel | None:
-    """Return the kernel that `farspan calibrate` found fastest on this device; None if not
+    """Return the kernel that `farspan calibrate` found fastest on this device, or None if not
     measured. Raises UnsupportedError for an invalid machine file."""
     if device.type != "cuda" or not user_file().is_file():
         return None
@@ -394,8 +395,8 @@ def _is_installed(kernel: AttentionKernel) -> bool:
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Run the body, if wanted, with deterministic PyTorch; operators that are not raise. New memory
-    is not filled, which would cost a pass over it."""
+    """Run the body with torch's deterministic algorithms, if wanted. Operators without one raise.
+    New memory is not filled, which would cost a pass over it."""
     if not wanted:
         yield
         return
@@ -412,8 +413,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def refuse_cublas(device: torch.device) -> None:
-    """Raise UnsupportedError if products on a GPU may differ from call to call: cuBLAS reads its
-    workspace setting when the process begins."""
+    """Raise UnsupportedError if matrix products on this GPU may differ from call to call. cuBLAS
+    reads its workspace setting when the process begins."""
     if device.type == "cuda" and environ.get(CUBLAS) not in SAME:
         raise UnsupportedError(
             f"deterministic: cuBLAS needs {CUBLAS}={SAME[0]} in the environment of the process; "
@@ -422,8 +423,8 @@ def refuse_cublas(device: torch.device) -> None:
 
 
 def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
-    """Return the lengths of whole chunks and of a ragged last one, and of the pieces they are cut
-    into."""
+    """Return the lengths in tokens of whole chunks, of a shorter last chunk, and of their
+    pieces."""
     ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
     found = {length for length in ends if length <= most}
     for length in ends - found:

@@ -1,4 +1,4 @@
-"""Check and shift the inputs of a step, and compute its loss by pieces.
+"""Check and shift a step's inputs, and compute its loss piece by piece.
 
 The logits of a whole chunk never exist (FPDT 5.4).
 """
@@ -26,7 +26,7 @@ IGNORED = -100  # label of a token that is not trained, as in Hugging Face
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The input tensors of a step's cells, each [batch, tokens]."""
+    """Tensors that a step's cells read, each [batch, tokens]."""
 
     input_ids: Tensor
     # Labels shifted by one, IGNORED where a token has no next one; or a custom head's targets,
@@ -39,7 +39,7 @@ class StepInputs:
 
     @property
     def trained(self) -> int:
-        """Tokens that contribute to the loss."""
+        """Number of tokens that contribute to the loss."""
         return int((self.targets != IGNORED).sum())
 
 
@@ -52,8 +52,8 @@ def make_inputs(
     *,
     several: bool = False,
 ) -> StepInputs:
-    """Check the inputs and derive those of the cells. With `several`, labels are k ids a token,
-    [batch, tokens, k]. Raises UnsupportedError naming the argument."""
+    """Check the inputs of a step and derive targets, positions and documents. With `several`,
+    labels are k ids per token, [batch, tokens, k]. Raises UnsupportedError naming the argument."""
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise UnsupportedError(
@@ -75,7 +75,8 @@ def make_inputs(
 
 
 def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return the label that each token predicts: the next token's, within its document."""
+    """Return the label that each token predicts: the label of the next token, within its
+    document."""
     targets = torch.full_like(labels, IGNORED)
     targets[:, :-1] = labels[:, 1:]
     if document_ids is not None:
@@ -96,7 +97,7 @@ def trained_token_count(labels: Tensor, document_ids: Tensor | None = None) -> i
 
 
 def document_starts(document_ids: Tensor, input_ids: Tensor) -> Tensor:
-    """Return the index in its row at which each token's document begins, [batch, tokens]."""
+    """Return the index of the first token of each token's document, [batch, tokens]."""
     if document_ids.shape != input_ids.shape:
         raise UnsupportedError(
             f"document_ids: expected the shape of input_ids {tuple(input_ids.shape)}, got "
@@ -169,33 +170,33 @@ def _check_weights(weights: Tensor, input_ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossHead:
-    """Cross-entropy summed over trained tokens and divided by a count known before the step. The
-    scale is right for every piece, chunk, micro-batch and rank."""
+    """Cross-entropy head: the sum over trained tokens, divided by a count known before the step.
+    The scale is right for every piece, chunk, micro-batch and rank."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     count: int  # trained tokens the mean is taken over, at least 1
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
     fused: bool = False  # one kernel computes the loss and overwrites the logits by their gradient
 
     def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the chunk's share of the mean loss from hidden [B, C, h], targets and weights [B,
-        C]."""
+        """Return a chunk's share of the mean loss, from hidden states [B, C, h], targets and
+        weights [B, C]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
-            for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+            for span in pieces_of(hidden, self.piece, self.stages.vocab):
                 total += self._loss(hidden[:, span], targets[:, span], _part(weights, span))
         return total
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token, [B, C], 0 for tokens without a target."""
         with torch.no_grad():
-            spans = pieces_of(hidden, self.piece, self.boundary.vocab)
+            spans = pieces_of(hidden, self.piece, self.stages.vocab)
             found = [self._losses(hidden[:, at], targets[:, at]) for at in spans]
             return torch.cat(found, 1)
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.boundary.logits(hidden)
+        logits = self.stages.logits(hidden)
         rows, wanted = logits.flatten(0, 1), targets.flatten()
         if self._takes(logits):
             return cross_entropy(rows, wanted, ignored=IGNORED).view(targets.shape)
@@ -210,11 +211,12 @@ class LossHead:
         weights: Tensor | None,
         gradients: GradientAccumulator,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss and the gradient of hidden; dW of norm and head go to `gradients`."""
+        """Return a chunk's loss and the gradient of `hidden`; weight gradients go to
+        `gradients`."""
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
-        for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+        for span in pieces_of(hidden, self.piece, self.stages.vocab):
             piece = hidden[:, span].detach().requires_grad_()
             loss, (dpiece, *dweights) = self._differentiate(
                 piece, targets[:, span], _part(weights, span)
@@ -228,7 +230,7 @@ class LossHead:
     def _differentiate(
         self, piece: Tensor, targets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return a piece's share of the loss, and the gradients of the piece and of the
+        """Return a piece's share of the loss, and the gradients of the piece and of the head's
         parameters."""
         wanted = [piece, *self.parameters]
         if not self.fused:
@@ -237,7 +239,7 @@ class LossHead:
             return loss.detach(), torch.autograd.grad(loss, wanted, allow_unused=True)
         saved: set[int] = set()
         with torch.enable_grad(), _noting(saved):
-            logits = self.boundary.logits(piece)
+            logits = self.stages.logits(piece)
             if not self._takes(logits):
                 loss = self._cross_entropy(logits, targets, weights)
                 return loss.detach(), torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -255,7 +257,7 @@ class LossHead:
         return self.fused and fused_for(logits.device, logits.dtype)
 
     def _loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        logits = self.boundary.logits(hidden)
+        logits = self.stages.logits(hidden)
         if not logits.requires_grad and self._takes(logits):
             losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignored=IGNORED)
             losses = losses if weights is None else losses * weights.flatten()
@@ -274,7 +276,7 @@ class LossHead:
 
 
 def pieces_of(hidden: Tensor, most: int, vocab: int) -> list[slice]:
-    """Split the tokens of hidden [B, C, h] into slices of at most `most`."""
+    """Return slices of at most `most` tokens that cover hidden states [B, C, h]."""
     batch, tokens, _ = hidden.shape
     # A kernel of the loss may index logits with 32 bits.
     piece = min(most, max(1, most_tokens(batch * vocab)))
@@ -287,8 +289,8 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Record in `storages` the storages of tensors that autograd saves in the body, which must not
-    be overwritten."""
+    """Add to `storages` the storages of tensors that autograd saves in the body, since they must
+    not be overwritten."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

@@ -46,9 +46,8 @@ class LiveStorage(UncompiledMode):
         return out
 
     def _meet(self, values: Iterable[Any], *, born: bool) -> None:
-        """Register all tensors among an operator's arguments or results. Those nest only in
-        lists and tuples; `tree_leaves`, which handles every type, took half the time of a
-        metered step."""
+        """Register all tensors among an operator's arguments or results. Only lists and tuples are
+        searched: `tree_leaves`, which handles every type, took half the time of a metered step."""
         for value in values:
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
@@ -71,9 +70,9 @@ class LiveStorage(UncompiledMode):
 
 
 class PeakMemory:
-    """Peak bytes of new tensors on a model's device, inside a context. A CPU counts everything that
-    torch allocates, both tiers included; a GPU counts what its allocator hands out above the bytes
-    at the start."""
+    """Meter of the peak bytes of new tensors on a device, inside a context. On a CPU it counts
+    everything that torch allocates, both tiers included; on a GPU what the allocator hands out
+    beyond the bytes at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,7 +109,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one step: `transient` by the model's profile, the rest by the program."""
+    """Expected bytes of one step, by cause."""
 
     device_arena: int
     host_arena: int
@@ -132,7 +131,7 @@ class MemoryEstimate:
 
     @property
     def new_host(self) -> int:
-        """Bytes of main memory that a first step allocates in addition to the weights."""
+        """Bytes of main memory that a first step adds to those of the weights."""
         return self.host_arena + self.host_gradients
 
     @property
@@ -142,7 +141,7 @@ class MemoryEstimate:
 
     @property
     def new_device(self) -> int:
-        """Device bytes that a first step allocates in addition to the weights."""
+        """Device bytes that a first step adds to those of the weights."""
         return self.device_arena + self.inputs + self.gradients + self.accumulators + self.transient
 
     def to_json(self) -> dict[str, int]:
@@ -157,8 +156,7 @@ def estimate_memory(
     values: int = 0,
     cells: Callable[[Program], int],
 ) -> MemoryEstimate:
-    """Estimate the memory of a step of this shape: sizes by its program, transient bytes by
-    `cells`.
+    """Estimate the memory of a step of this shape, from its program and the model's profile.
 
     Args:
         values: Log-probabilities per token from which the loss is computed; 0: a step of one pass.
@@ -176,7 +174,7 @@ def estimate_memory(
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """Raise the errors of `refuse_too_large` that need no profile of the model."""
+    """Raise as `refuse_too_large` does, from a lower bound that needs no profile of the model."""
     program = step.program(batch, tokens)
     static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
@@ -188,12 +186,12 @@ def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> No
     GPU cannot hold the new bytes. All ranks call it, and raise the same error if one of them is
     short."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
-    _refuse_too_small(step.boundary.device, expected, ranks)
+    _refuse_too_small(step.stages.device, expected, ranks)
     needed = expected.new_host
     what = f"the host arena ({expected.host_arena:,} bytes)"
     if expected.host_gradients:
         what += f" with the gradients ({expected.host_gradients:,})"
-    if step.boundary.device.type == "cpu":
+    if step.stages.device.type == "cpu":
         needed += expected.new_device + optimizer
         what = (
             f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
@@ -227,8 +225,7 @@ def _refuse_too_small(
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """Return the bytes that torch can still allocate on a GPU; None on a CPU, whose memory is the
-    host's."""
+    """Bytes that torch can still allocate on a GPU, or None on a CPU, where they are the host's."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -236,7 +233,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """Return a lower bound of the bytes that one chunk's graphs hold, from the bytes that layers
+    """Return a lower bound of the bytes of one chunk's graphs, from the activations that layers
     save per token."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
@@ -248,7 +245,7 @@ def least_transient(program: Program) -> int:
 
 def _static(step: Step, program: Program) -> MemoryEstimate:
     # Counts this rank's shards of a sharded model; layers of other stages are on meta.
-    parameters = {id(p): p for p in step.boundary.model.parameters() if not p.is_meta}.values()
+    parameters = {id(p): p for p in step.stages.model.parameters() if not p.is_meta}.values()
     trained = [p for p in parameters if p.requires_grad]
     found = MemoryEstimate(
         device_arena=program.arena_bytes[Tier.DEVICE],
@@ -260,7 +257,7 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
         transient=0,
     )
     if step.far is not None:
-        held = step.far.held_bytes(step.boundary.device, step.boundary.dtype)
+        held = step.far.held_bytes(step.stages.device, step.stages.dtype)
         found = replace(found, index=held)
     if step.weights is not None:
         return replace(
@@ -277,9 +274,9 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
 
 
 def _accumulators(step: Step, program: Program) -> int:
-    """Return the bytes of sums of the widest group and of parameters outside the layers. Sums exist
-    where gradients are narrower than sums, or are summed over ranks."""
-    sharded_model, layers = step.sharded_model, step.boundary.layers
+    """Return the bytes of fp32 gradient sums in the widest group and outside the layers. They exist
+    if gradients are narrower than fp32 or are added over ranks."""
+    sharded_model, layers = step.sharded_model, step.stages.layers
 
     def size(parameters: Iterable[nn.Parameter]) -> int:
         return sum(
@@ -299,7 +296,7 @@ def _accumulators(step: Step, program: Program) -> int:
     groups = [program.groups[group] for group in program.own_groups()]
     widest = max(sum(size(of_layer(layer)) for layer in range(*group)) for group in groups)
     outer = (
-        step.boundary.outer_parameters()
+        step.stages.outer_parameters()
         if sharded_model is None
         else sharded_model.outer_parameters()
     )

@@ -41,7 +41,7 @@ LONGEST = 16384  # tokens of an attention call
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The duration of a calibration and the sizes of its calls."""
+    """Duration of a calibration and sizes of its calls."""
 
     about: str  # description in a machine file
     longest: float  # seconds of a call at which sizes stop growing
@@ -90,8 +90,8 @@ GLANCE = Effort(
 
 @dataclass(slots=True)
 class Bench:
-    """Times calls on one device. `looks` holds the fastest run of each look at a call, by the field
-    of the machine file it belongs to and its size."""
+    """Timer of calls on one device. `looks` has the fastest time of a call in each pass, by the
+    machine file's field and the call's size."""
 
     device: torch.device
     effort: Effort
@@ -109,7 +109,7 @@ class Bench:
         return self.device.type == "cpu"
 
     def seconds(self, name: str, call: Call, size: float = 1.0) -> float:
-        """Return the seconds of one call, which `name` and `size` identify in every pass."""
+        """Return the seconds of one call. `name` and `size` identify the call in all passes."""
         if self._agreed(name, size):
             return min(self.looks[name, size])
         first = min(self._run(call, 1) for _ in range(2))
@@ -128,7 +128,7 @@ class Bench:
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """Return 2 short - long, from the fastest run of each; the two alternate."""
+        """Return 2 short - long, each the fastest of runs that alternate, in seconds."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)
@@ -139,24 +139,24 @@ class Bench:
         return 2 * min(self.looks[name, 0.5]) - min(self.looks[name, 1.0])
 
     def glance(self, call: Call) -> float:
-        """Return the seconds of one call without recording a look, to compare calls at one
-        moment."""
+        """Seconds of one call without recording the time, to compare calls at one moment."""
         self._run(call, 1)
         return min(self._run(call, 1) for _ in range(self.effort.tries))
 
     def note(self, name: str, seconds: float, size: float = 1.0) -> float:
-        """Record a look at a call and return the fastest so far."""
+        """Record the time of a call in this pass, and return the fastest of all passes."""
         looks = self.looks.setdefault((name, size), [])
         looks.append(seconds)
         return min(looks)
 
     def settled(self, name: str | None = None) -> bool:
-        """Return whether the best two looks agree at every call, or at every call of one field."""
+        """Return whether the two fastest passes agree on every call, or every call of one field."""
         keys = [key for key in self.looks if name in (None, key[0])]
         return bool(keys) and all(self._agreed(*key) for key in keys)
 
     def spread(self) -> dict[str, float]:
-        """Return the slowest look over the fastest, for the worst call of each field."""
+        """Return the ratio of the slowest to the fastest pass by field, for the field's worst
+        call."""
         found: dict[str, float] = {}
         for (name, _), looks in self.looks.items():
             found[name] = max(found.get(name, 1.0), max(looks) / max(min(looks), 1e-9))
@@ -182,7 +182,8 @@ class Bench:
         return torch.randn(*shape, generator=self.generator, device=self.device).to(dtype)
 
     def curve(self, name: str, points: Points) -> Curve:
-        """Return the rates of calls by size, sizes ascending, until a call takes too long."""
+        """Return the rate of a call as a function of its size. Sizes ascend until a call takes too
+        long."""
         if self.settled(name):
             return self._curves[name]
         found = []
@@ -199,7 +200,8 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield a linear layer's y = x W', then dx = dy W, for 4w tokens and a w by w weight."""
+    """Yield the matrix products y = x W.T and dx = dy W of a linear layer, for growing widths w: x
+    is [4w, w] and W [w, w]."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 
@@ -211,7 +213,7 @@ def products(bench: Bench, dtype: torch.dtype) -> Points:
 
 
 def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield the products dW = dy' x of the same shapes."""
+    """Yield the matrix products dW = dy.T x of a linear layer, in the shapes of `products`."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
         yield size, 1, partial(torch.matmul, dy.t(), x)
@@ -230,7 +232,7 @@ def _linears(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor,
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """One attention call of C queries on C keys, laid out as the engine's are."""
+    """Inputs of one attention call, C queries on C keys, in the engine's memory layout."""
 
     kernel: BlockKernel
     block: Block
@@ -250,7 +252,7 @@ class AttentionProblem:
         return queries * (queries + 1) // 2 if self.block.causal else queries * keys
 
     def flop(self, *, backward: bool) -> float:
-        """Return the FLOP of one head."""
+        """Return the FLOP of the call per head."""
         flop = 4.0 * self.pairs * self.q.shape[3]
         return flop * BACKWARD_PRODUCTS if backward else flop
 
@@ -270,7 +272,7 @@ class AttentionProblem:
 def attention(
     bench: Bench, dtype: torch.dtype, tokens: int, width: int, *, causal: bool
 ) -> AttentionProblem:
-    """Make an attention call with heads of `width`."""
+    """Return the inputs of an attention call with heads of `width`."""
     heads = KV_SHARE if bench.on_cpu else 8 * KV_SHARE
     capability = (0, 0) if bench.on_cpu else torch.cuda.get_device_capability(bench.device)
     start = 0 if causal else tokens
@@ -287,7 +289,7 @@ def attention(
 
 
 def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool) -> Points:
-    """Yield attention calls of growing length."""
+    """Yield attention calls of growing length, as points of a curve."""
     tokens = 256
     while tokens <= LONGEST:
         made = attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
@@ -308,8 +310,8 @@ def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> f
 
 
 def workspace(bench: Bench, dtype: torch.dtype) -> float:
-    """Return the workspace bytes of a backward, per query or key, head and element of a head.
-    Inputs and results are not counted; the larger of a call with a mask and one without."""
+    """Return the workspace bytes of an attention backward, per query or key, head and element of a
+    head. Inputs and results are not counted. The larger of a call with and without a mask."""
     return max(_workspace(bench, dtype, causal=causal) for causal in (False, True))
 
 
@@ -328,7 +330,7 @@ def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
 
 
 def memory(bench: Bench) -> float:
-    """Return the bytes per second that elementwise work reads and writes. Results are newly
+    """Return the bytes per second that element-wise operations read and write. Results are newly
     allocated, as a model's are: a CPU may have to map their pages first."""
     size = bench.effort.moved * (1 if bench.on_cpu else 64)
     x, y = (bench.random(size // 4, dtype=torch.float32) for _ in range(2))
@@ -342,8 +344,8 @@ def memory(bench: Bench) -> float:
 
 
 def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
-    """Return the seconds per logit of cross-entropy and its gradient in the engine's head, for the
-    field `name`."""
+    """Return the seconds per logit of cross-entropy and its gradient, as the engine's head computes
+    them, for the field `name`."""
     rows, vocab = 1024, 4096
     logits = bench.random(rows, vocab, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.long, device=bench.device)
@@ -358,7 +360,7 @@ def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Copy rates between the tiers, in bytes per second."""
+    """Copy rates between device and main memory, in bytes per second."""
 
     fetch: float
     evict: float
@@ -369,7 +371,7 @@ class Links:
 
 
 def _reserved(bench: Bench, arena: Arena, size: int) -> float:
-    """Return the seconds until an arena's memory is allocated and written."""
+    """Return the seconds that an arena takes to allocate and write its memory."""
     start = bench.clock()
     arena.reserve(size)
     arena.poison()
@@ -378,7 +380,7 @@ def _reserved(bench: Bench, arena: Arena, size: int) -> float:
 
 
 def links(bench: Bench) -> Links:
-    """Measure copies between two arenas, issued chunk by chunk as in a step."""
+    """Return the rates of copies between two arenas, issued chunk by chunk as in a step."""
     whole = bench.effort.copied
     arenas = {tier: Arena(tier, bench.device) for tier in Tier}
     seconds = {tier: _reserved(bench, arena, whole) for tier, arena in arenas.items()}
@@ -408,7 +410,7 @@ def links(bench: Bench) -> Links:
 
 
 def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> tuple[float, float]:
-    """Measure each direction while the other one is busy on its own stream."""
+    """Return the rate of each direction while the other direction is busy on its own stream."""
     rates = []
     for mine, other in ((fetch, evict), (evict, fetch)):
         here, there = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)

@@ -63,7 +63,7 @@ from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model that `parallelize` sharded; between steps its parameters are this rank's shards."""
+    """Model sharded by `parallelize`. Between steps its parameters are this rank's shards."""
 
     ranks: ParallelContext
     spec: ModelSpec  # of the whole model
@@ -75,13 +75,14 @@ class ShardedModel:
 
     @property
     def rank(self) -> Rank:
-        """The rank whose programs this rank runs; with whole weights, that of a layout without
-        fsdp."""
+        """Rank whose programs this rank runs. With whole weights it is that of a layout without
+        FSDP."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
     def refuse_elsewhere(self, schedule: Schedule) -> None:
-        """Raise UnsupportedError if the schedule's weights are on another tier than the model's."""
+        """Raise UnsupportedError if the schedule keeps weights on another tier than the sharded
+        model."""
         on_host, there = schedule.weights is Tier.HOST, self.sharded.offload
         if on_host != there and (on_host or self.sharded.stage is Stage.ZERO_0):
             place = Tier.HOST if there else Tier.DEVICE
@@ -91,7 +92,8 @@ class ShardedModel:
             )
 
     def compare(self, same: Agreement, stages: CausalLMStages, *, weights: bool) -> None:
-        """Add the model's buffers to the ranks' comparison, and its whole weights if `weights`."""
+        """Add the model's buffers, and with `weights` its whole weights, to the ranks'
+        comparison."""
         left = _BY_LENGTH if chooses_by_length(stages.model.config) else ()
         buffers = stages.model.named_buffers()
         numbers: dict[str, Tensor] = {n: x for n, x in buffers if not n.endswith(left)}
@@ -117,14 +119,14 @@ class ShardedModel:
             self.sharded.release(unit)
 
     def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
-        """Add the sums over ranks of a unit's totals to `.grad` of its parameters, and remove them
-        from `totals`."""
+        """Add a unit's gradient sums over ranks to `.grad` of its parameters, and remove them from
+        `totals`."""
         if self.tensor is not None:
             self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
         self.sharded.reduce(unit, totals)
 
     def outer_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Whole trainable parameters outside the layers."""
+        """Return the whole trainable parameters outside the layers."""
         return tuple(p for p in self.sharded.whole(self.sharded.outer).values() if p.requires_grad)
 
     def _units(self, program: Program, group: int, outer: bool) -> list[int]:
@@ -136,8 +138,8 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """Sum totals of uncut parameters over `tensor`: each rank has only its tokens' or heads'
-        part."""
+        """Add the sums of unsliced parameters over tensor-parallel ranks, each of which has only
+        its tokens' or heads' part."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -152,8 +154,8 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
 def inside(model: nn.Module) -> Look:
-    """Look at a model without the attributes that trainers and loaders set on the whole model.
-    Those are a `forward`, marks and maps. The model's numbers, such as a scale of logits, stay."""
+    """Return a look at the model without attributes that trainers and loaders set on the whole
+    model: a `forward`, marks and maps. The model's numbers, such as a scale of logits, stay."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -169,7 +171,8 @@ def inside(model: nn.Module) -> Look:
 
 
 def described(now: Look, stages: CausalLMStages | None = None) -> Described:
-    """Describe a model as text for ranks to compare: modules, attributes, hooks, configurations."""
+    """Return a description of the model that ranks compare: modules, attributes, hooks,
+    configurations."""
     left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
 
     def words() -> dict[str, str]:
@@ -193,7 +196,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+|, index=\d+")  # also removes indexes of
 
 
 def _text_of(value: object) -> str:
-    """Return an attribute of a look as text, without addresses."""
+    """Return an attribute of a look as text without memory addresses."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
         value = value[1]  # a look keeps a number with its type
     return _ADDRESS.sub("", repr(value))
@@ -202,8 +205,8 @@ def _text_of(value: object) -> str:
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Describe a function and the values it holds as facts whose names begin with `name`; weights
-    of `model` are left out."""
+    """Return what ranks compare of a function and the values that it holds, by names that begin
+    with `name`. Weights of `model` are left out."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):
@@ -262,25 +265,25 @@ def parallelize(
     """
     several = ranks.layout.devices() > 1  # programs of a single rank gather nothing
     with ranks.agreement("parallelize") as same:
-        boundary = CausalLMStages(model)
-        refuse_dropout(boundary.model, is_cut=ranks.layout.tensor > 1)
+        stages = CausalLMStages(model)
+        refuse_dropout(stages.model, is_cut=ranks.layout.tensor > 1)
         if stage is None:
             stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
         same.add({"stage": stage, "offload": str(offload), "keep": str(keep)})
         same.add({"kernels": repr(kernels)})
         refuse_schedule(same, schedule, ranks.layout, stage)
-    on_rank0, on_host = is_on_rank0_only(ranks, boundary.model), schedule.weights is Tier.HOST
-    device = ranks.device if on_rank0 or on_host else boundary.device
-    inspect = partial(_inspect, boundary, schedule, ranks.layout, device, kernels or Kernels())
-    inspected = run_on_rank0(inspect) if on_rank0 else _inspected(ranks, boundary, inspect)
-    weights = Rank0Weights.of(ranks, boundary.model) if on_rank0 else None
+    on_rank0, on_host = is_on_rank0_only(ranks, stages.model), schedule.weights is Tier.HOST
+    device = ranks.device if on_rank0 or on_host else stages.device
+    inspect = partial(_inspect, stages, schedule, ranks.layout, device, kernels or Kernels())
+    inspected = run_on_rank0(inspect) if on_rank0 else _inspected(ranks, stages, inspect)
+    weights = Rank0Weights.of(ranks, stages.model) if on_rank0 else None
     peers = ranks.among(*OF_WEIGHTS, alone=False)
     outer = ranks.among(*OF_WEIGHTS, "pipeline", alone=False)
     with ranks.agreement("parallelize: sharding the model"):
-        layers, tensor = list(boundary.layers), _cut_layers(boundary, ranks)
-        here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
+        layers, tensor = list(stages.layers), _cut_layers(stages, ranks)
+        here = range(len(layers)) if keep else _drop_other_stages(stages, schedule, ranks)
         sharded = ShardedParameters(
-            boundary.model,
+            stages.model,
             layers,
             peers,
             device,
@@ -291,8 +294,8 @@ def parallelize(
         )
     if weights is not None:
         weights.give(partial(_fill, sharded, tensor))
-    spec, tiles, now = inspected.spec, inspected.tiles, inside(boundary.model)
-    return ShardedModel(ranks, spec, boundary.dtype, sharded, tensor, tiles, now)
+    spec, tiles, now = inspected.spec, inspected.tiles, inside(stages.model)
+    return ShardedModel(ranks, spec, stages.dtype, sharded, tensor, tiles, now)
 
 
 def refuse_schedule(same: Agreement, schedule: Schedule, layout: Layout, stage: Stage) -> None:
@@ -313,63 +316,64 @@ def _layout_of(layout: Layout, stage: Stage) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """The results of inspecting a model, on each rank or on rank 0 for all."""
+    """Results of inspecting a model, made on each rank or on rank 0 for all."""
 
     spec: ModelSpec
     tiles: tuple[tuple[Tokenwise, ...], ...]
 
 
 def _inspect(
-    boundary: CausalLMStages,
+    stages: CausalLMStages,
     schedule: Schedule,
     layout: Layout,
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Inspect a model whose cells will run on `device`. Raises UnsupportedError for a model that
-    cannot be sharded exactly."""
+    """Inspect a model that will run on `device`. Raises UnsupportedError if it cannot be sharded
+    exactly."""
     if layout.tensor == 1:
-        fuse(boundary, kernels, device)
-    spec = describe(boundary, device)
+        fuse(stages, kernels, device)
+    spec = describe(stages, device)
     local_heads(spec, layout)
-    tiles = () if schedule.mlp_chunk_size is None else tokenwise(boundary)
+    tiles = () if schedule.mlp_chunk_size is None else tokenwise(stages)
     if layout.tensor > 1:
-        plan = plan_tensor(boundary.model, boundary.layers, layout.tensor)
-        check_layers(plan, boundary.layers, partial(_run, boundary))
+        plan = plan_tensor(stages.model, stages.layers, layout.tensor)
+        check_layers(plan, stages.layers, partial(_run, stages))
     return _Inspected(spec, tiles)
 
 
 def _inspected(
-    ranks: ParallelContext, boundary: CausalLMStages, inspect: Callable[[], _Inspected]
+    ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """Inspect the whole model on every rank. Raises UnsupportedError if the models differ."""
+    """Inspect the whole model on every rank. Raises UnsupportedError if the ranks' models
+    differ."""
     with ranks.agreement("parallelize: comparing the models") as same:
-        same.add({"model": described(inside(boundary.model), boundary)})
-        same.add(weight_facts(boundary.model))
-        same.add({"numbers": dict(boundary.model.named_buffers())})
+        same.add({"model": described(inside(stages.model), stages)})
+        same.add(weight_facts(stages.model))
+        same.add({"numbers": dict(stages.model.named_buffers())})
     with ranks.agreement("parallelize: running the layers"):
         return inspect()
 
 
-def _cut_layers(boundary: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
-    """Cut the layers' weights to this rank's slices, with tensor parallelism."""
+def _cut_layers(stages: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
+    """Slice the layers' weights for this rank's tensor parallelism; None without it."""
     if ranks.layout.tensor == 1:
         return None
-    plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
+    plan = plan_tensor(stages.model, stages.layers, ranks.layout.tensor)
     tensor = TensorParallel(plan, ranks.among("tensor"))
-    tensor.cut_layers(boundary.layers)
+    tensor.cut_layers(stages.layers)
     return tensor
 
 
-def _run(boundary: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
+def _run(stages: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
     """Run a layer on random hidden states."""
     dtype = next(layer.parameters()).dtype
-    generator = torch.Generator(boundary.device).manual_seed(index)
-    shape = 2, PROBED, boundary.width
-    hidden = torch.randn(shape, generator=generator, dtype=dtype, device=boundary.device)
-    positions = torch.arange(PROBED, device=boundary.device)[None]
-    with routed(boundary.model), answering(answer_densely):
-        call: LayerCall = boundary.calls(2, positions)[index]
+    generator = torch.Generator(stages.device).manual_seed(index)
+    shape = 2, PROBED, stages.width
+    hidden = torch.randn(shape, generator=generator, dtype=dtype, device=stages.device)
+    positions = torch.arange(PROBED, device=stages.device)[None]
+    with routed(stages.model), answering(answer_densely):
+        call: LayerCall = stages.calls(2, positions)[index]
         return run_layer(layer, hidden, cast_call(call, dtype))
 
 
@@ -380,19 +384,19 @@ def _fill(
 
 
 def _drop_other_stages(
-    boundary: CausalLMStages, schedule: Schedule, ranks: ParallelContext
+    stages: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
     """Move the layers of other pipeline stages to the meta device; return the indexes of this
     stage's."""
-    stages = ranks.layout.pipeline
-    groups = group_ranges(schedule, len(boundary.layers), stages)
+    pipeline_stages = ranks.layout.pipeline
+    groups = group_ranges(schedule, len(stages.layers), pipeline_stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))
     here: list[int] = []
     for group, (start, stop) in enumerate(groups):
         if group in own:
             here += range(start, stop)
         else:
-            for layer in boundary.layers[start:stop]:
+            for layer in stages.layers[start:stop]:
                 layer.to("meta")
     return here
 
@@ -402,8 +406,8 @@ def _drop_other_stages(
 
 @dataclass(frozen=True, slots=True)
 class ShardedUpdate:
-    """Pieces of a sharded model's weights for an optimizer. AdamW is elementwise: updates of all
-    ranks' pieces equal an update of the whole. Invariant: a piece's `.grad`, if set, is its part of
+    """Slices of a sharded model's weights for an optimizer. AdamW is element-wise: updates of all
+    ranks' slices equal an update of the whole. Invariant: a slice's `.grad`, if set, is its part of
     the weight's `.grad`."""
 
     sharded_model: ShardedModel
@@ -413,7 +417,7 @@ class ShardedUpdate:
     counted: frozenset[str]  # names that this rank counts in the norm: one rank each
 
     def take(self) -> None:
-        """Give the pieces the gradients of their weights."""
+        """Set the slices' `.grad` to their parts of the weights' gradients."""
         for name, own in self.sharded_model.sharded.parameters().items():
             piece = self.pieces[name]
             if piece is not own:
@@ -424,7 +428,7 @@ class ShardedUpdate:
             own.grad = self.pieces[name].grad = None
 
     def widen(self) -> None:
-        """Set the gradient dtypes of the weights to those of their pieces."""
+        """Set the gradient dtypes of the weights to those of the slices."""
         for name, own in self.sharded_model.sharded.parameters().items():
             wanted = gradient_dtype(self.pieces[name])
             if wanted != gradient_dtype(own):
@@ -442,7 +446,7 @@ class ShardedUpdate:
         return total.sqrt().to(wide)
 
     def held_bytes(self) -> int:
-        """Return the bytes of this rank's weights between steps."""
+        """Return the bytes of weights on this rank between steps."""
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
@@ -472,7 +476,7 @@ def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
 
 
 def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
-    """Return the placement of this rank's slices of the weights that are cut over `tensor`."""
+    """Return where this rank's slice lies in each weight that tensor parallelism cuts."""
     tensor = sharded_model.tensor
     if tensor is None:
         return {}

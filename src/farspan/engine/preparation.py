@@ -52,10 +52,10 @@ _WHILE_SHARDED = (
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """A model in one state, with everything that steps derive from it."""
+    """A model at one moment, with everything that steps derive from it."""
 
     model: nn.Module  # the user's, with its wrappers
-    boundary: CausalLMStages
+    stages: CausalLMStages
     schedule: Schedule | None  # None: not planned yet
     sharded: ShardedModel | None
     weights: StreamedWeights | None  # None: they stay on the device
@@ -74,10 +74,10 @@ class PreparedModel:
     _accepted: set[bool] = field(default_factory=set)  # whether it may be trained, and evaluated
 
     def accept(self, *, trains: bool) -> None:
-        """Raise UnsupportedError if the model cannot be trained, or evaluated."""
+        """Raise UnsupportedError if the model cannot be trained or, without `trains`, evaluated."""
         if trains in self._accepted:
             return
-        model = self.boundary.model
+        model = self.stages.model
         if trains and self.sharded is None:  # a rank may train nothing
             refuse_untrained(model)
         if trains:
@@ -86,27 +86,27 @@ class PreparedModel:
         self._accepted.add(trains)
 
     def compare(self, same: Agreement) -> None:
-        """Let ranks compare the model."""
+        """Add the model to the ranks' comparison."""
         if self.sharded is not None:
             same.add({"model": self._described})
             idle = self.weights is None or not self.weights.is_updating()
-            self.sharded.compare(same, self.boundary, weights=idle)
+            self.sharded.compare(same, self.stages, weights=idle)
 
     @cached_property
     def _described(self) -> Described:
-        return described(self.look, self.boundary)
+        return described(self.look, self.stages)
 
     def is_current(self) -> bool:
-        """Return whether weights in main memory still are where they were."""
-        return self.weights is None or self.weights.is_of(self.boundary)
+        """Return whether streamed weights are still where the step moved them."""
+        return self.weights is None or self.weights.is_of(self.stages)
 
     def trains(self) -> bool:
-        return any(p.requires_grad for p in self.boundary.model.parameters())
+        return any(p.requires_grad for p in self.stages.model.parameters())
 
     def marks(self, head: object, own: list[nn.Parameter]) -> object:
-        """Return a value that compares unequal after weights, those of a head (`own`), or the set
-        of trained ones, have changed."""
-        found = [*self.boundary.model.parameters()]
+        """Return a value that changes whenever weights, those of a head (`own`) or the set of
+        trained parameters change."""
+        found = [*self.stages.model.parameters()]
         if self.sharded is not None:
             found = [*self.sharded.sharded.parameters().values()]
         found += own
@@ -144,29 +144,29 @@ def prepare(
         weights: Streamed weights to use on, if they are of the model's present state.
     """
     on_host = is_on_host(schedule, sharded)
-    boundary = _stages(model, sharded, device, on_host=on_host)
-    _refuse(boundary, sharded)
+    stages = _stages(model, sharded, device, on_host=on_host)
+    _refuse(stages, sharded)
     if wanted.compile:
-        compile_layers(boundary)
-    at, dtype = boundary.device, boundary.dtype
+        compile_layers(stages)
+    at, dtype = stages.device, stages.dtype
     fused = wanted.fused and fused_for(at, dtype)
     kernels = attention_kernels(wanted, at, dtype, fused=fused)
     linears = AccumulatingLinears()
     if sharded is None or sharded.tensor is None:  # slices of weights have their own shells
         linears.adds = wanted.accumulate and adds_products(at, dtype)
-        fuse(boundary, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
-    spec = describe(boundary.in_place(), at) if sharded is None else sharded.spec
+        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
+    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
     streamed = None
     if on_host:
-        kept = weights if weights is not None and weights.is_of(boundary) else None
-        streamed = kept or StreamedWeights(boundary)
+        kept = weights if weights is not None and weights.is_of(stages) else None
+        streamed = kept or StreamedWeights(stages)
         spec = streamed.counted(spec)
     kernels.refuse(spec)
     if schedule is not None:
         schedule.group_sizes(len(spec.layers))
     return PreparedModel(
         model,
-        boundary,
+        stages,
         schedule,
         sharded,
         streamed,
@@ -175,17 +175,17 @@ def prepare(
         nullcontext if kernels.is_ready() else kernels.ready,
         fused,
         linears,
-        spared_layers(boundary) if fused and sharded is None else frozenset(),
-        _tiles(boundary, schedule, sharded),
-        _outer(boundary, sharded, streamed),
-        _drops(boundary.model),
-        context_limit(boundary.model),
-        _look_at(model, boundary, sharded),
+        spared_layers(stages) if fused and sharded is None else frozenset(),
+        _tiles(stages, schedule, sharded),
+        _outer(stages, sharded, streamed),
+        _drops(stages.model),
+        context_limit(stages.model),
+        _look_at(model, stages, sharded),
     )
 
 
 def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:
-    """Return whether whole weights come from main memory."""
+    """Return whether steps stream whole weights from main memory."""
     layout = ALONE if sharded is None else sharded.rank.layout
     return schedule is not None and streams(schedule, layout)
 
@@ -197,21 +197,21 @@ def _stages(
     *,
     on_host: bool,
 ) -> CausalLMStages:
-    boundary = CausalLMStages(model, None if sharded is None else sharded.sharded.device)
+    stages = CausalLMStages(model, None if sharded is None else sharded.sharded.device)
     if not on_host and device is None:
-        return boundary
-    return CausalLMStages(model, computing_device(boundary.device, device, on_host, sharded))
+        return stages
+    return CausalLMStages(model, computing_device(stages.device, device, on_host, sharded))
 
 
-def _refuse(boundary: CausalLMStages, sharded: ShardedModel | None) -> None:
-    if boundary.dtype is torch.float16:
+def _refuse(stages: CausalLMStages, sharded: ShardedModel | None) -> None:
+    if stages.dtype is torch.float16:
         raise UnsupportedError(
             "model: float16 gradients of a long sequence's mean loss vanish without loss scaling; "
             "load the model in bfloat16 or float32"
         )
-    refuse_dropout(boundary.model, is_cut=sharded is not None and sharded.tensor is not None)
+    refuse_dropout(stages.model, is_cut=sharded is not None and sharded.tensor is not None)
     if sharded is None:
-        refuse_places(boundary.model)
+        refuse_places(stages.model)
 
 
 def _drops(model: nn.Module) -> bool:
@@ -220,12 +220,12 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _tiles(
-    boundary: CausalLMStages, schedule: Schedule | None, sharded: ShardedModel | None
+    stages: CausalLMStages, schedule: Schedule | None, sharded: ShardedModel | None
 ) -> tuple[tuple[Tokenwise, ...], ...]:
     if schedule is None or schedule.mlp_chunk_size is None:
         return ()
     if sharded is None:
-        return tokenwise(boundary.in_place())
+        return tokenwise(stages.in_place())
     if not sharded.tiles:
         raise UnsupportedError(
             "mlp_chunk_size: the model was sharded without mlp_chunk_size; call parallelize again "
@@ -235,23 +235,23 @@ def _tiles(
 
 
 def _outer(
-    boundary: CausalLMStages, sharded: ShardedModel | None, weights: StreamedWeights | None
+    stages: CausalLMStages, sharded: ShardedModel | None, weights: StreamedWeights | None
 ) -> tuple[nn.Parameter, ...]:
     if weights is not None:
         return weights.trained_outside()
     if sharded is not None:
         return sharded.outer_parameters()
-    return tuple(boundary.outer_parameters())
+    return tuple(stages.outer_parameters())
 
 
-def _look_at(model: nn.Module, boundary: CausalLMStages, sharded: ShardedModel | None) -> Look:
-    """Look at the model; at a sharded one without attributes that trainers set."""
-    return look(model) if sharded is None else inside(boundary.model)
+def _look_at(model: nn.Module, stages: CausalLMStages, sharded: ShardedModel | None) -> Look:
+    """Return a look at the model; of a sharded model without attributes that trainers set."""
+    return look(model) if sharded is None else inside(stages.model)
 
 
 @dataclass
 class Preparations:
-    """The model as it is prepared now, and as it was prepared for recent states."""
+    """A step's model as prepared for its present state and for recent states."""
 
     model: nn.Module
     schedule: Schedule | None
@@ -263,24 +263,25 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """Keep the model's weights whole on its ranks, if it is not sharded. Ranks take part."""
+        """Set up ranks that each keep whole weights, unless the model is sharded. All ranks call
+        it."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
 
     def begin(self, weights: StreamedWeights | None = None) -> None:
-        """Prepare the model as it was given. Raises UnsupportedError."""
+        """Prepare the model in its present state. Raises UnsupportedError."""
         self._prepare(weights)
         if self.sharded is not None:
             self.now = self._kept[-1] = replace(self.now, look=self.sharded.look)
 
     def follow(self, schedule: Schedule) -> None:
-        """Prepare the model for another schedule. Raises UnsupportedError."""
+        """Prepare the model for a new schedule. Raises UnsupportedError."""
         was, self.schedule = self.now, schedule
         self._kept.clear()
         on_host = is_on_host(schedule, self.sharded)
         if on_host and self.sharded is None:
-            self.device = was.boundary.device
+            self.device = was.stages.device
         if on_host != (was.weights is not None):
             self.keep_whole()
         self.begin(was.weights)
@@ -289,7 +290,7 @@ class Preparations:
         """Return the model as it is now, prepared again if it has changed. Raises UnsupportedError
         as a new step does, and if it cannot be trained, or evaluated."""
         was = self.now
-        seen = _look_at(self.model, was.boundary, self.sharded)
+        seen = _look_at(self.model, was.stages, self.sharded)
         if self.sharded is not None:
             self._refuse_edits(self.sharded, seen)
         if seen != was.look or not was.is_current():
@@ -298,7 +299,7 @@ class Preparations:
         return self.now
 
     def _prepare_for(self, seen: Look) -> None:
-        """Reuse an earlier preparation for the model's present state, or prepare it again."""
+        """Reuse the preparation of an equal earlier state of the model, or prepare it again."""
         known = [one for one in self._kept if has_same_parts(one.look, seen)]
         self._kept = known[-PREPARATIONS_KEPT:]
         found = next((one for one in known if one.look == seen and one.is_current()), None)
@@ -318,12 +319,13 @@ class Preparations:
                 weights=weights,
             )
         if self.now.weights is not None:  # their model's device is another from now on
-            self.device = self.now.boundary.device
+            self.device = self.now.stages.device
         self._kept.append(self.now)
 
     def _refuse_edits(self, sharded: ShardedModel, seen: Look) -> None:
-        """Check a sharded model's state; its layers cannot be probed again."""
-        sharded.sharded.refuse_replaced(self.now.boundary.model)
+        """Raise UnsupportedError if a sharded model was edited; its layers cannot be probed
+        again."""
+        sharded.sharded.refuse_replaced(self.now.stages.model)
         edit = first_edit(self.now.look, seen, _WHILE_SHARDED) if seen != self.now.look else None
         if edit is not None:
             raise UnsupportedError(

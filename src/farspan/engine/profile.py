@@ -94,7 +94,7 @@ CHUNKS_AND_PIECES = (320, 128), (352, 128), (352, 160)
 
 @dataclass(slots=True)
 class _Subject:
-    """A model prepared for measuring."""
+    """A model to measure on the meta device."""
 
     stages: CausalLMStages
     spec: ModelSpec
@@ -132,7 +132,7 @@ class _Subject:
         gradients = sums or NoSums(meter)
         self.linears.gradients = gradients
         return Interpreter(
-            boundary=self.stages,
+            stages=self.stages,
             program=program,
             storage=ProgramBuffers(
                 program, dict.fromkeys(Tier, self.arena), dtype, CopyEngine(META)
@@ -162,7 +162,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One measured run of a cell."""
+    """Measurements of one run of a cell."""
 
     forward: CellPass
     backward: CellPass | None
@@ -173,7 +173,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to run a cell; see `form`."""
+    """Options of running a cell, which `form` names."""
 
     graph: bool = False
     kept: bool = False
@@ -185,7 +185,7 @@ class _Way:
         return form(**asdict(self))
 
     def lengths(self) -> Lengths:
-        """Lengths at which its cells run."""
+        """Return the numbers of tokens at which cells are measured."""
         return CHUNKS_AND_PIECES if self.tiled else tuple((c,) for c in LENGTHS)
 
     def layers(self, measured: _Subject, layer: int, tile: Sequence[int]) -> Layers:
@@ -257,7 +257,8 @@ def _set_sums(parameters: Sequence[nn.Parameter], *, exist: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Runs of one cell at several lengths; `attended` is bytes of O and LSE per token."""
+    """Runs of one cell at several lengths, through which lines are drawn. `attended` is the bytes
+    of O and LSE per token."""
 
     lengths: Lengths
     runs: Sequence[_Run]
@@ -300,9 +301,9 @@ class _Fit:
 
 
 def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> ModelProfile:
-    """Return the profile of a model from its configuration, the content of a config.json. A family
-    that cannot run without values is estimated from what its layers save on stand-ins. Raises
-    UnsupportedError."""
+    """Return the profile of a model, measured from its configuration (the content of a
+    config.json). A family that cannot run on the meta device is estimated from what its layers save
+    with stand-ins for weights. Raises UnsupportedError."""
     name = name or str(config.get("model_type"))
     try:
         found = _of_config(config, variant, name)
@@ -341,8 +342,8 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
 def _first_layers(
     config: Mapping[str, Any], layers: int, dtype: torch.dtype, rank: int
 ) -> CausalLMStages | None:
-    """Return the stages of the first layers; None if the configuration cannot be shortened. Some
-    families have further fields with an entry per layer."""
+    """Return the stages of a model with only its first layers, or None if its configuration cannot
+    be shortened: some families have more fields with an entry per layer."""
     try:
         return _stages(shortened(dict(config), layers), dtype, rank)
     except UnsupportedError:
@@ -350,7 +351,7 @@ def _first_layers(
 
 
 def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
-    """Return profiles of a model in its present state, with adapters, measured on a copy without
+    """Return the profiles of a model as it is, adapters included, measured on a copy without
     weights."""
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(x): _without_elements(x) for x in tensors}
@@ -400,7 +401,7 @@ def _pattern(kinds: list[Any]) -> list[int]:
 def _of_whole(
     whole: CausalLMStages, kinds: list[Any], found: ModelProfile, name: str
 ) -> ModelProfile:
-    """Extend the profile of the first layers to all layers."""
+    """Return the profile of a whole model, extended from its first layers."""
     kind_of = tuple(found.kind_of[kinds.index(kind)] for kind in kinds)
     parameters = list(whole.model.parameters())
     spec = replace(
@@ -443,7 +444,7 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
 
 
 def _learns_positions(stages: CausalLMStages) -> bool:
-    """Return whether the model has an embedding table other than that of tokens."""
+    """Return whether the model has an embedding besides the token embedding."""
     tables = [m for m in stages.decoder.modules() if isinstance(m, nn.Embedding)]
     return any(table is not stages.model.get_input_embeddings() for table in tables)
 
@@ -466,7 +467,8 @@ def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
 
 
 def _is_skippable(measured: _Subject, layer: int) -> bool:
-    """Return whether the feed-forward's output is only added to the layer's: no norm reads it."""
+    """Return whether the MLP's output is only added to the layer's output, without a norm in
+    between."""
     children = measured.stages.layers[layer].children()
     norms = [c for c in children if {p.ndim for p in c.parameters()} == {1}]
     return len(norms) <= 2
@@ -552,7 +554,8 @@ class _Outside:
         piece: int = 1,
         fresh: Sequence[nn.Parameter] = (),
     ) -> CellPass:
-        """Run one instruction; `fresh` are parameters whose sums it begins."""
+        """Run one instruction and measure it; `fresh` are parameters whose gradient sums it
+        begins."""
         measured = self.measured
         _set_sums(self.parameters, exist=True)
         _set_sums(fresh, exist=False)
@@ -577,8 +580,8 @@ class _Outside:
         return CellTape(meter).read()
 
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
-        """Return lines in tokens of the chunk and of a piece; a remainder is ignored, since whole
-        pieces hold more."""
+        """Return the lines of the head, in tokens of a chunk and of a piece. Remainders are left
+        out, since whole pieces hold more."""
         passes = [
             self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
             for tokens, piece in CHUNKS_AND_PIECES

@@ -40,7 +40,7 @@ NO_TRAFFIC = (
 
 @dataclass(slots=True)
 class OperationCounts:
-    """Operations of one pass, without those of attention."""
+    """Matrix products and memory traffic of one pass, without attention."""
 
     products: list[tuple[int, int, int]] = field(default_factory=list)  # inner, outer, rows
     before: int = 0  # products before the attention call
@@ -48,7 +48,7 @@ class OperationCounts:
 
 
 class Meter(Recorder):
-    """A recorder that also counts products and traffic."""
+    """Recorder of allocations that also counts matrix products and memory traffic."""
 
     def __init__(self) -> None:
         super().__init__(META, in_place=False)
@@ -98,7 +98,7 @@ def _traffic(name: str, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements, counting those of an expanded dimension once."""
+    """Return the bytes of a tensor's elements; an expanded dimension counts once."""
     elements = prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
     return elements * x.element_size()
 
@@ -112,7 +112,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class GroupedProducts(UncompiledMode):
-    """Runs experts' products in any dtype: torch 2.13 has only bf16 on the meta device."""
+    """Meta implementation of experts' grouped products in any dtype: torch 2.13 has only bf16."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -127,7 +127,7 @@ class GroupedProducts(UncompiledMode):
 
 
 def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
-    """Return `GroupedProducts` for a model with experts; without it runs take a quarter less
+    """Return `GroupedProducts` if the model has experts, else no mode, which saves a quarter of the
     time."""
     return GroupedProducts() if any(p.ndim > 2 for p in model.parameters()) else nullcontext()
 
@@ -137,8 +137,7 @@ def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class MarkedKernel:
-    """aten's flash attention for CPUs, which the meta device supports, with marks where it
-    begins."""
+    """aten's flash attention for CPUs, which supports the meta device; it marks when it begins."""
 
     inner: BlockKernel
     meter: Meter
@@ -176,7 +175,7 @@ class MarkedKernels(AttentionKernels):
 
 
 class MarkedPrefix(KVPrefix):
-    """A prefix that marks when kernels have attended."""
+    """Earlier K, V that mark when attention has ended."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -187,7 +186,7 @@ class MarkedPrefix(KVPrefix):
 
 
 class MarkedAttention(ChunkAttention):
-    """Attention that marks when the model calls it."""
+    """Attention of a cell that marks when the model calls it."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -219,7 +218,7 @@ class MarkedContext(AttentionContext):
 
 
 class NoSums(GradientAccumulator):
-    """Sums of weight gradients that exist but are never added to."""
+    """Gradient sums that are allocated but never added to."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -241,13 +240,13 @@ class SparedLayers(Layers):
 
     def of(self, i: Forward) -> nn.Module:
         self.linears.unread = self.unread
-        return self.boundary.running[i.layer]
+        return self.stages.running[i.layer]
 
 
 @dataclass(slots=True)
 class CellPass:
-    """A forward or a backward: bytes alive after each allocation, by the mark before it, and at
-    each mark."""
+    """Measurements of a forward or a backward: bytes alive after each allocation, by the mark
+    before it, and bytes alive at each mark."""
 
     moments: dict[str, list[int]]
     marks: dict[str, int]
@@ -256,7 +255,7 @@ class CellPass:
 
 @dataclass(slots=True)
 class CellTape:
-    """The recorder's events, read pass by pass."""
+    """Reader of the recorder's events, one pass at a time."""
 
     meter: Meter
     live: int = 0
@@ -286,8 +285,8 @@ Lengths = Sequence[tuple[int, ...]]
 
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
-    """Return the line through sizes at two lengths; or at three, of chunk and piece, one of which
-    changes at a time."""
+    """Return the line through sizes at two lengths, or at three pairs of lengths (chunk, piece)
+    that change one at a time."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]
@@ -298,8 +297,9 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
 
 
 def peak_of(lengths: Lengths, found: Sequence[list[int]]) -> Peak:
-    """Return lines of moments if all lengths have equally many, else one through the fullest. Lines
-    that fall as pieces grow belong to a remainder and are left out: whole pieces hold more."""
+    """Return one line per allocation if all lengths have equally many allocations, else one line
+    through the peaks. Lines that fall as pieces grow belong to a remainder and are left out: whole
+    pieces hold more."""
     if len({len(moments) for moments in found}) == 1:
         lines = (line_of(lengths, sizes) for sizes in zip(*found, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)

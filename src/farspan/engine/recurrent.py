@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from farspan.engine.attention_op import AttentionContext
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffers
-from farspan.engine.gradients import Inlet, RunChunk, enter
+from farspan.engine.gradients import GraphInput, RunChunk, enter
 from farspan.hf.dropout import Draws, Place
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
@@ -35,7 +35,7 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _DocumentPiece:
-    """Tokens [start, stop) of one document in some batch rows."""
+    """Tokens [start, stop) of one document, in batch rows that are cut alike."""
 
     rows: slice
     start: int
@@ -46,7 +46,7 @@ class _DocumentPiece:
 
 @dataclass(slots=True)
 class RecurrentCell:
-    """A recurrent cell, from its forward to its backward."""
+    """Cell of a recurrent layer, from its forward to its backward."""
 
     spec: LayerSpec
     layer: nn.Module
@@ -55,14 +55,14 @@ class RecurrentCell:
     q_start: int
     before: Rows  # state from the previous chunk
     only_state: bool = False  # the output is not needed
-    inlets: list[Inlet] = field(default_factory=list)  # of the tensors in `before`
+    graph_inputs: list[GraphInput] = field(default_factory=list)  # of the tensors in `before`
     after: Rows = field(default_factory=dict)
     edges: list[GradientEdge] = field(default_factory=list)  # of the tensors in `after`
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Return whether the cell runs piece by piece; its saved bytes are then unknown in
-        advance."""
+        """Return whether the chunk has several documents, so that the cell's saved bytes are not
+        known in advance."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ class RecurrentCell:
 
     def _enter(self) -> None:
         for name, state in self.before.items():
-            self.before[name], inlet = enter(state)
-            self.inlets.append(inlet)
+            self.before[name], graph_input = enter(state)
+            self.graph_inputs.append(graph_input)
 
     def _hand_on(self, hidden: Tensor) -> None:
         wanted, handed = frozenset(s.name for s in self.spec.state), []
@@ -99,14 +99,14 @@ class RecurrentCell:
         self.after = {s.name: _joined([x[s.name] for x in handed], 0) for s in self.spec.state}
 
     def seal(self) -> None:
-        """Drop the values of states, and keep the edges for the backward."""
+        """Drop the tensors of states after the forward; graph edges stay for the backward."""
         if any(state.requires_grad for state in self.after.values()):
             self.edges = [get_gradient_edge(self.after[s.name]) for s in self.spec.state]
         self.before, self.after = {}, {}
 
     def forget(self) -> None:
-        """Drop the graph's inlets and edges; the graph is built again."""
-        self.inlets, self.edges = [], []
+        """Drop the graph's inputs and edges; the backward builds the graph again."""
+        self.graph_inputs, self.edges = [], []
 
     def _states(self, piece: _DocumentPiece) -> RecurrentStates:
         if not piece.goes_on:
@@ -127,9 +127,9 @@ class RecurrentCell:
 
 @dataclass(slots=True)
 class Recurrent:
-    """The recurrent cells of one program's run on one batch."""
+    """Context of all recurrent cells in one run of a program."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     program: Program
     storage: ProgramBuffers
     slots: StagingBuffers
@@ -138,10 +138,10 @@ class Recurrent:
     calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
     def cell(self, i: Forward) -> RecurrentCell:
-        """Return the cell with the state from the previous chunk."""
+        """Return the cell of a forward, with the state that the previous chunk left."""
         return RecurrentCell(
             self.program.model.layers[i.layer],
-            self.boundary.layers[i.layer],
+            self.stages.layers[i.layer],
             list(self._pieces(i.layer, i.chunk)),
             partial(self._call, i),
             self.program.chunks[i.chunk][0],
@@ -151,12 +151,12 @@ class Recurrent:
         )
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
-        """Return the function that runs the cell a second time."""
+        """Return the function that runs a cell's forward again for its backward."""
         cell.before = self._before(i.layer, i.chunk, i.prefix)
         return cell.run
 
     def leave(self, i: Forward, cell: RecurrentCell) -> None:
-        """Store the cell's state in its chunk's rows."""
+        """Write the state that the cell leaves to the rows of its chunk."""
         if i.write_kv is not None and not self._is_last(i.chunk):
             rows = self.storage.chunk(i.write_kv, i.chunk, i.layer)
             for state in cell.spec.state:
@@ -164,12 +164,12 @@ class Recurrent:
         cell.seal()
 
     def begin_backward(self, i: Backward) -> KVPrefix:
-        """Start fetching the state that the cell read, and its gradient."""
+        """Start fetching the state that the cell read, and the sums of its gradient."""
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the edges of the state that the cell left, and its gradients from the next
-        chunk."""
+        """Return the graph edges of the state that the cell left, and the state's gradients from
+        the next chunk."""
         if self._is_last(i.chunk) or not cell.spec.state:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
@@ -178,17 +178,17 @@ class Recurrent:
         return cell.edges, found
 
     def add(self, prefix: KVPrefix, i: Backward, cell: RecurrentCell) -> None:
-        """Add the gradients of the state that the cell read to the rows of the previous chunk."""
+        """Add the gradient of the state that the cell read to the rows of the previous chunk."""
         if not cell.spec.state or not i.chunk:
             return
         start, stop = self.program.share.keys.rows[i.chunk - 1]
         batch, whole = self.program.run.batch, {}
-        for state, inlet in zip(cell.spec.state, cell.inlets, strict=True):
+        for state, graph_input in zip(cell.spec.state, cell.graph_inputs, strict=True):
             shape = stop - start, batch, state.row
             whole[state.name] = rows = torch.zeros(
-                shape, dtype=self.storage.accumulate_dtype, device=self.boundary.device
+                shape, dtype=self.storage.accumulate_dtype, device=self.stages.device
             )
-            for gradient in inlet.sink:  # empty if documents begin with the chunk
+            for gradient in graph_input.sink:  # empty if documents begin with the chunk
                 _held(rows, state).copy_(gradient)
         for low, high in self._spans(i.chunk, i.prefix):
             prefix.tensors(low, high)
@@ -198,7 +198,7 @@ class Recurrent:
     # -- inputs of a cell --------------------------------------------------------------------------
 
     def _before(self, layer: int, chunk: int, name: str) -> Rows:
-        """Return a copy of the state from the previous chunk."""
+        """Return copies of the state that the previous chunk left."""
         spec, batch = self.program.model.layers[layer], self.program.run.batch
         if not spec.state or not chunk:
             return {}
@@ -214,8 +214,8 @@ class Recurrent:
         return found
 
     def _pieces(self, layer: int, chunk: int) -> Iterator[_DocumentPiece]:
-        """Yield pieces row by row, in the order of tokens; rows cut at the same tokens share
-        pieces. A layer without state ignores documents."""
+        """Yield the documents of a chunk row by row; rows that are cut at the same tokens come
+        together. A layer without state ignores documents."""
         start, stop = self.program.chunks[chunk]
         rows, first = self.attention.runs(chunk), 0
         if rows is None or not self.program.model.layers[layer].state:
@@ -229,7 +229,8 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the layer's call for a piece; `tokens` may be one more than the piece has."""
+        """Return the model's arguments to a layer for one piece; `tokens` may be one more than the
+        piece has."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens
@@ -241,7 +242,7 @@ class Recurrent:
             batch = len(range(*piece.rows.indices(self.program.run.batch)))
             with torch.no_grad():
                 both = torch.cat([positions, more], dim=1)
-                self.calls[key] = self.boundary.calls(batch, both)
+                self.calls[key] = self.stages.calls(batch, both)
         return self.calls[key][i.layer]
 
     def _prefix(self, layer: int, chunk: int, name: str, sums: str | None = None) -> KVPrefix:
@@ -251,7 +252,7 @@ class Recurrent:
         return prefix
 
     def _spans(self, chunk: int, name: str) -> list[Span]:
-        """Return the rows of exactly the previous chunk, in blocks if they are on the host."""
+        """Return the rows of the previous chunk, in blocks if they are on the host."""
         start, stop = self.program.share.keys.rows[chunk - 1]
         if self.program.buffers[name].tier is Tier.DEVICE:
             return [(start, stop)]
@@ -264,7 +265,7 @@ class Recurrent:
 
 
 def _held(rows: Tensor, state: StateTensor) -> Tensor:
-    """View the state in a chunk's rows [T, B, row]."""
+    """Return a view of the state at the start of a chunk's rows, [T, B, row]."""
     batch = rows.shape[1]
     return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
 

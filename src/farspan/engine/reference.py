@@ -21,10 +21,10 @@ Attention = Callable[..., Tensor]  # the signature of `reference`
 
 @runtime_checkable
 class OfLayers(Protocol):
-    """Attention that differs by layer."""
+    """Attention function that differs by layer."""
 
     def of(self, module: nn.Module) -> Attention:
-        """Return the attention of the layer that `module` belongs to."""
+        """Return the attention function of the layer that contains `module`."""
 
 
 def reference_loss(
@@ -35,8 +35,8 @@ def reference_loss(
     *,
     attend: Attention = reference,
 ) -> Tensor:
-    """Return the mean loss over trained tokens, with the autograd graph of the whole sequence;
-    arguments as for `reference_logits`."""
+    """Return the mean loss over trained tokens by plain autograd over the whole sequence. Arguments
+    as for `reference_logits`."""
     targets = shift_labels(labels, document_ids)
     logits = reference_logits(model, input_ids, document_ids, attend=attend)
     total = functional.cross_entropy(
@@ -52,13 +52,13 @@ def reference_logits(
     *,
     attend: Attention = reference,
 ) -> Tensor:
-    """Return logits of all tokens, [batch, tokens, vocab], in fp32, or in fp64 for a float64 model.
-    Attention is dense softmax in the model's dtype: Hugging Face's eager attention computes its
-    softmax in float32 and cannot tell 1e-8 from 1e-16. Needs memory for N x N scores. For a sparse
-    schedule's function pass its `attend`. A model with recurrent layers, which ignore documents,
-    runs one document at a time."""
-    boundary = CausalLMStages(model)
-    batch = make_inputs(input_ids, input_ids.long(), document_ids, boundary.vocab)
+    """Return the logits of all tokens by plain full-sequence attention, [batch, tokens, vocab], in
+    fp32, or in fp64 for a float64 model. Attention is dense softmax in the model's dtype: Hugging
+    Face's eager attention computes its softmax in float32 and cannot tell 1e-8 from 1e-16. Needs
+    memory for N x N scores. A sparse schedule needs its own `attend`. A model with recurrent
+    layers, which ignore documents, runs one document at a time."""
+    stages = CausalLMStages(model)
+    batch = make_inputs(input_ids, input_ids.long(), document_ids, stages.vocab)
     documents, calls = document_ids, 0
 
     def attention(
@@ -70,11 +70,11 @@ def reference_logits(
         return attended(own, q, k, v, scale, keywords, document_ids=documents)
 
     def logits_of(ids: Tensor, positions: Tensor) -> Tensor:
-        return boundary.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return stages.model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
-    with routed(boundary.model), answering(attention):
+    with routed(stages.model), answering(attention):
         logits = logits_of(input_ids, batch.position_ids)
-        if batch.documents is not None and calls < len(boundary.layers):
+        if batch.documents is not None and calls < len(stages.layers):
             documents = None
             logits = _one_by_one(batch, batch.documents, logits_of)
     return logits.to(accumulate_dtype(logits.dtype))
@@ -94,7 +94,7 @@ def _one_by_one(
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of every trainable parameter by name; `.grad` is not changed."""
+    """Return the gradient of every trainable parameter by name, leaving `.grad` unchanged."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
@@ -109,7 +109,7 @@ Outcome = tuple[Tensor, Gradients]  # loss and gradients
 
 @dataclass(frozen=True, slots=True)
 class Approximation:
-    """Errors of a sparse step against dense attention, relative in the L2 norm."""
+    """Relative L2 errors of a sparse step against dense attention."""
 
     pages: Sparse
     selector: str
@@ -121,32 +121,32 @@ class Approximation:
 
 @dataclass(slots=True)
 class Function:
-    """The function that a step of a schedule computes, for plain autograd and for the step: here
-    of dense attention."""
+    """The function that a step computes, as plain autograd computes it too. This class is dense
+    attention; sparse attention overrides it."""
 
     schedule: Schedule
     dtype: torch.dtype  # of the step
 
     def exact(self) -> Attention:
-        """Return its attention in float64, which runs first."""
+        """Return the attention function in float64; it runs before `again`."""
         return reference
 
     def again(self) -> Attention:
-        """Return the same attention for the model's own precision."""
+        """Return the same attention function for the model's own dtype."""
         return self.exact()
 
     def in_double(self) -> Self:
-        """Return the function of the same schedule's step in float64."""
+        """Return this function for a float64 step of the same schedule."""
         return replace(self, dtype=torch.float64)
 
     def selector(self, *_: Any, **__: Any) -> GivenSelector | None:
-        """Return the selector of a step of a model, a batch and tokens."""
+        """Return the selector of pages for a step, or None for dense attention."""
         return None
 
     def rule(self) -> str:
-        """Describe the comparison, as the end of a limit's rule."""
+        """Return words on the comparison, to end the description of an error limit."""
         return ""
 
     def approximation(self, *_: Any, **__: Any) -> Approximation | None:
-        """Return the errors of a step's outcome against one with dense attention."""
+        """Return the errors against dense attention, or None if the step is dense."""
         return None

@@ -38,7 +38,7 @@ PROGRAMS_KEPT = 8  # of the latest shapes; one has up to 345,000 objects at 1M t
 
 @dataclass
 class PreparedProgram:
-    """A program with cached results that all its steps need."""
+    """A program with results that its steps share, computed on first use."""
 
     program: Program
     storage: ProgramBuffers
@@ -46,24 +46,25 @@ class PreparedProgram:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Waits of copies that overlap the computation."""
+        """Waits between lanes of each instruction, if copies overlap with computation."""
         return waits(self.program)
 
     @cached_property
     def unread(self) -> frozenset[Cell]:
-        """Cells whose output only autograd needs."""
+        """Cells whose output no instruction reads, so only their graphs are needed."""
         return unread_outputs(self.program)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """FLOP of each cell."""
+        """FLOP of each cell and head, by instruction."""
         cells = (i for i in self.program.instructions if isinstance(i, CELLS))
         return tuple(work_of(self.program, i) for i in cells)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a step. Later chunks see more keys: `work`, not `cells`, tells the time left."""
+    """Progress of a step. Later chunks see more keys, so the time left follows `work`, not
+    `cells`."""
 
     cells_done: int
     cells: int
@@ -73,7 +74,7 @@ class Progress:
 
 @dataclass(slots=True)
 class StepMemory:
-    """Memory in which programs run, one at a time; several steps may share it in turn."""
+    """Arenas in which programs run one at a time; several steps may share them in turn."""
 
     device: torch.device
     arenas: dict[Tier, Arena]
@@ -81,8 +82,8 @@ class StepMemory:
 
     @classmethod
     def on(cls, device: torch.device, given: Self | None = None) -> Self:
-        """Return `given`, or new memory that holds nothing yet, for a step on this device. Raises
-        UnsupportedError if `given` is on another device."""
+        """Return `given`, or new empty memory, for a step on this device. Raises UnsupportedError
+        if `given` is on another device."""
         if given is not None and given.device != device:
             raise UnsupportedError(
                 f"memory: belongs to a step on {given.device}, but this step computes on {device}; "
@@ -93,7 +94,7 @@ class StepMemory:
 
 @dataclass(slots=True)
 class Runner:
-    """Memory, lanes and programs, and who watches them run. Every call is given the model."""
+    """Runs programs for the calls of a step: holds their memory, copy lanes and observers."""
 
     memory: StepMemory
     overlap: bool | None  # copies run in parallel with the computation; None: on CUDA
@@ -117,21 +118,21 @@ class Runner:
 
     @property
     def seen(self) -> Seen | None:
-        """Attention coverage of the latest watched cell; None: nothing was hidden. The CPU waits
-        for it."""
+        """Attention coverage of the latest watched cell, or None if nothing was hidden. The CPU
+        waits for it."""
         return None if self._seen is None else self._seen()
 
     def follow(self, model: PreparedModel) -> None:
         """Move to the device on which the model computes now."""
-        if model.boundary.device != self.memory.device:
-            self._compute_on(StepMemory.on(model.boundary.device))
+        if model.stages.device != self.memory.device:
+            self._compute_on(StepMemory.on(model.stages.device))
             model.programs.clear()  # of an earlier time on this device, in memory that is gone
 
     def program(
         self, model: PreparedModel, batch: int, tokens: int, *, evaluation: bool, is_cut: bool
     ) -> PreparedProgram:
-        """Return the program of a step of this shape, built once; with `is_cut` its backward comes
-        later."""
+        """Return the program of a step of this shape, built once. With `is_cut` the forward and the
+        backward run separately."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         # The last two affect the choice of kernels.
@@ -144,7 +145,7 @@ class Runner:
                 del known[next(iter(known))]
             rank = ONLY if model.sharded is None else model.sharded.rank
             program = build(model.spec, RunSpec(batch, tokens), model.schedule, rank)
-            dtype, arenas = model.boundary.dtype, self.memory.arenas
+            dtype, arenas = model.stages.dtype, self.memory.arenas
             storage = ProgramBuffers(program, arenas, dtype, self.copies)
             known[key] = PreparedProgram(program, storage)
         found: PreparedProgram = known[key]
@@ -161,18 +162,19 @@ class Runner:
     def run(
         self, model: PreparedModel, prepared: PreparedProgram, inputs: StepInputs, count: int
     ) -> Tensor:
-        """Run a whole program and return the mean loss, a sum divided by `count`."""
+        """Run a whole program and return the mean loss. `count` is the number that the sum is
+        divided by."""
         gradients, program = accumulator(model), prepared.program
         with self.issuing(model, program, gradients, inputs.draws):
             tokens = program.schedule.loss_chunk_size
-            head = LossHead(model.boundary, count, tokens, model.outer, model.fused)
+            head = LossHead(model.stages, count, tokens, model.outer, model.fused)
             interpreter = self.interpreter(model, prepared, inputs, head, gradients)
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if model.sharded is not None:
                 model.sharded.ranks.among(*AXES).sum(loss)
         if interpreter.attention.far is not None:
             self._seen = interpreter.attention.far.seen or self._seen
-        return loss.to(accumulate_dtype(model.boundary.dtype))
+        return loss.to(accumulate_dtype(model.stages.dtype))
 
     @contextmanager
     def issuing(
@@ -184,8 +186,8 @@ class Runner:
         *,
         resumes: bool = False,
     ) -> Iterator[None]:
-        """Prepare memory, weights and lanes for the body; a program that `resumes` finds its memory
-        as it left it."""
+        """Run the body with memory, weights and lanes ready for a program. A program that `resumes`
+        finds its memory unchanged."""
         if self._running:
             raise RuntimeError("step: this Step is already running; use another Step")
         weights, sharded, arenas = model.weights, model.sharded, self.memory.arenas
@@ -197,7 +199,7 @@ class Runner:
             model.linears.gradients = gradients
             self.copies.begin()
             try:
-                user, slots = model.boundary.model, arenas[Tier.DEVICE]
+                user, slots = model.stages.model, arenas[Tier.DEVICE]
                 streamed = nullcontext() if weights is None else weights.in_slots(program, slots)
                 dropping = drawing(user, draws) if draws or model.drops else nullcontext()
                 plain = uncast(user.parameters())
@@ -230,7 +232,7 @@ class Runner:
         """Return the interpreter of a program on a batch."""
         prepared.storage.copies = self.copies  # others while recording or replaying
         return Interpreter(
-            boundary=model.boundary,
+            stages=model.stages,
             program=prepared.program,
             storage=prepared.storage,
             inputs=inputs,
@@ -248,7 +250,7 @@ class Runner:
 
     def _reserve(self, model: PreparedModel, program: Program) -> None:
         """Reserve the program's arenas. Raises UnsupportedError on all ranks if main memory is too
-        small."""
+        small for one."""
         arenas, sizes = self.memory.arenas, program.arena_bytes
         grows = {tier: sizes[tier] - arena.nbytes for tier, arena in arenas.items()}
         on_cpu = self.memory.device.type == "cpu"
@@ -277,14 +279,14 @@ class Runner:
 
 
 def accumulator(model: PreparedModel) -> GradientAccumulator:
-    """Return the sums of a call's gradients."""
+    """Return the gradient accumulator of a call."""
     sharded = model.sharded
-    hooked = () if sharded else (p for p in model.boundary.model.parameters() if is_hooked(p))
+    hooked = () if sharded else (p for p in model.stages.model.parameters() if is_hooked(p))
     return GradientAccumulator(None if sharded is None else sharded.reduce, hooked)
 
 
 def _received(model: PreparedModel, gradients: GradientAccumulator) -> list[nn.Parameter]:
-    """Return the user's parameters to which a call has added a gradient."""
+    """Return the user's parameters to whose `.grad` a call has added."""
     if model.weights is not None:
         return model.weights.received()
     if model.sharded is None:
@@ -298,20 +300,20 @@ def _layers(
     gradients: GradientAccumulator,
     draws: Draws | None,
 ) -> Layers:
-    program, boundary = prepared.program, model.boundary
+    program, stages = prepared.program, model.stages
     tokens = program.schedule.mlp_chunk_size
     if model.sharded is not None and model.sharded.tensor is not None:
-        return CutLayers(boundary, model.sharded.tensor, program)
+        return CutLayers(stages, model.sharded.tensor, program)
     if tokens is not None:
         add = gradients.add
-        return TiledLayers(boundary, model.tiles, tokens, prepared.unread, add, draws)
+        return TiledLayers(stages, model.tiles, tokens, prepared.unread, add, draws)
     if not model.spared:
-        return Layers(boundary)
-    return SparingLayers(boundary, model.linears, prepared.unread, model.spared)
+        return Layers(stages)
+    return SparingLayers(stages, model.linears, prepared.unread, model.spared)
 
 
 class Counter:
-    """Reports progress from the instructions of a program."""
+    """Callback that reports progress after each instruction of a program."""
 
     def __init__(
         self, prepared: PreparedProgram, progress: Callable[[Progress], None] | None

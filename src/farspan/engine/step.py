@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class _OfPart(Generic[Value]):
-    """An attribute of a step that one of its parts has, at a dotted path."""
+    """Attribute of a step that reads the attribute of one of its parts, at a dotted path."""
 
     def __init__(self, path: str) -> None:
         self._found = attrgetter(path)
@@ -107,7 +107,7 @@ class Step:
 
     # The model as the latest call found it, with everything that steps derive from it.
     prepared_model = _OfPart[PreparedModel]("_calls.models.now")
-    boundary = _OfPart[CausalLMStages]("prepared_model.boundary")
+    stages = _OfPart[CausalLMStages]("prepared_model.stages")
     model_spec = _OfPart[ModelSpec]("prepared_model.spec")
     kernels = _OfPart[AttentionKernels]("prepared_model.kernels")
     weights = _OfPart[StreamedWeights | None]("prepared_model.weights")
@@ -153,7 +153,7 @@ class Step:
         with agreement(context, "Step: preparing"):
             far = None if asked is None else far_step(asked, selector)
             models.begin(weights)
-            memory = StepMemory.on(models.now.boundary.device, memory)
+            memory = StepMemory.on(models.now.stages.device, memory)
         self.head, self.runner = head, Runner(memory, overlap, far, progress, poison)
         self._calls = Calls(models, self.runner, planner, seed, neftune_alpha)
 
@@ -179,8 +179,8 @@ class Step:
     def prepared(
         self, batch: int, tokens: int, *, evaluation: bool = False, is_cut: bool = False
     ) -> PreparedProgram:
-        """Return the prepared program of a step of this shape; with `is_cut` its backward comes
-        later."""
+        """Return the program of a step of this shape with its cached results. With `is_cut` the
+        backward runs separately."""
         return self._calls.prepared(None, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
     def __call__(

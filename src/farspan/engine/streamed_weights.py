@@ -60,7 +60,7 @@ from farspan.spec import ModelSpec, Tier, UnsupportedError
 
 @dataclass(slots=True)
 class _Streamed:
-    """A parameter that is streamed."""
+    """A parameter whose weights are in main memory and are copied to slots for each pass."""
 
     own: nn.Parameter  # the user's parameter, in main memory
     used: nn.Parameter  # the modules' parameter during a step, in a slot
@@ -74,7 +74,8 @@ class _Streamed:
     norm: Tensor | None = None  # L2 norm of `home`, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
-        """Return views of its parts in an arena, for a unit whose weights begin at `start`."""
+        """Return views of the parameter's tensors in an arena; its unit's weights begin at byte
+        `start`."""
         parts = zip(self.offsets, parts_of(self.own), strict=True)
         return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
 
@@ -84,7 +85,7 @@ class _Streamed:
 
 @dataclass(slots=True)
 class _StreamedUnit:
-    """A layer, or everything outside the layers."""
+    """Parameters that are copied together: one layer, or all modules outside the layers."""
 
     parameters: list[_Streamed] = field(default_factory=list)
     size: int = 0  # bytes of the weights
@@ -94,8 +95,9 @@ class _StreamedUnit:
     updated: "Future[None] | None" = None  # the running update of this unit
 
     def lay_out(self) -> None:
-        """Assign offsets without gaps, parameters of a multiple of 4 KiB first, then of 2 KiB, and
-        so on: each begins where the widest loads can, whatever the dtypes."""
+        """Assign offsets without gaps. Parameters are placed by the largest power of two that
+        divides their bytes, up to 4 KiB, largest first: so each begins where the widest loads can,
+        whatever the dtypes."""
         sizes = [(p, [part.nbytes for part in parts_of(p.own)]) for p in self.parameters]
         for p, of in sizes:
             p.offsets = [0] * len(of)
@@ -107,34 +109,35 @@ class _StreamedUnit:
         self.size, self.sum_size = (-(-n // _LOAD) * _LOAD for n in (self.size, self.sum_size))
 
     def settle(self) -> None:
-        """Wait until a running update has finished this unit. Raises the update's error."""
+        """Wait until a running optimizer update has finished this unit. Raises the update's
+        error."""
         updated, self.updated = self.updated, None
         if updated is not None:
             updated.result()
 
 
 class StreamedWeights:
-    """Weights of a model in main memory: unit l is layer l, the last is everything outside the
-    layers. The first step with gradients allocates memory for them."""
+    """Weights of a model in main memory, copied to the device layer by layer. Unit l is layer l;
+    the last unit is everything outside the layers. The first step with gradients allocates memory
+    for them."""
 
-    def __init__(self, boundary: CausalLMStages, ranks: ParallelContext | None = None) -> None:
-        """Move the model to main memory, in place; steps compute on the boundary's device. Raises
-        UnsupportedError for a model with parameters that hold more than numbers, or that layers
-        share."""
-        packed = format_of(boundary.model.config) or {}
+    def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
+        """Move the model to main memory, in place; steps compute on the device of `stages`. Raises
+        UnsupportedError for parameters that hold more than numbers, or that layers share."""
+        packed = format_of(stages.model.config) or {}
         by = packed.get("quant_method", BITSANDBYTES)
         if by != BITSANDBYTES:  # some keep numbers in buffers, too
             raise UnsupportedError(
                 f"weights: the model is quantised by {by}, but host supports only plain weights "
                 f"and those of {BITSANDBYTES}; use device"
             )
-        self.device = boundary.device
-        self._model, self._layers = boundary.model, list(boundary.layers)
-        self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
+        self.device = stages.device
+        self._model, self._layers = stages.model, list(stages.layers)
+        self._weights, self._sums = (Arena(Tier.HOST, stages.device) for _ in range(2))
         layers = self._layers
         # A pipeline stage has other stages' layers on the meta device.
         here = [i for i, of in enumerate(layers) if not any(p.is_meta for p in of.parameters())]
-        found = find_parameters(boundary.model, layers, here, "weights", "weights: device")
+        found = find_parameters(stages.model, layers, here, "weights", "weights: device")
         self._units = [_StreamedUnit() for _ in found]
         self._left: list[_Streamed] = []  # with gradients evicted in this step
         self._received: list[nn.Parameter] = []
@@ -152,7 +155,7 @@ class StreamedWeights:
         put((table, name, buffer.cpu()) for table, name, buffer in _buffers_of(self._model))
 
     def _move(self, ranks: ParallelContext | None) -> None:
-        """Move the parameters into one slab. Raises TooLarge."""
+        """Move all parameters into one block of main memory. Raises TooLarge."""
         size = sum(aligned(one.size) for one in self._units)
         if self.device.type != "cpu":  # a CPU frees the old pages as new ones fill
             what = "moving the model's weights to main memory"
@@ -196,15 +199,15 @@ class StreamedWeights:
             p.home = None
         self._sums.release()
 
-    def is_of(self, boundary: CausalLMStages) -> bool:
+    def is_of(self, stages: CausalLMStages) -> bool:
         """Return whether these are the model's weights in its present state. Its modules have
         exactly these parameters, the same ones are trained, and they still lie here. Another step
         may have moved them, or the user replaced them."""
-        here = self._model is boundary.model and self.device == boundary.device
-        if not here or self._layers != list(boundary.layers):
+        here = self._model is stages.model and self.device == stages.device
+        if not here or self._layers != list(stages.layers):
             return False
         known = {(id(module), name): p for p in self._all() for module, name in p.slots}
-        for module in boundary.model.modules():
+        for module in stages.model.modules():
             for name, own in module._parameters.items():
                 if own is None or own.is_meta:  # of another pipeline stage
                     continue
@@ -340,7 +343,7 @@ class StreamedWeights:
                 start_of_sums += one.sum_size
 
     def fetch(self, program: Program, i: Gather, copies: CopyEngine) -> None:
-        """Fetch the weights of a group into their slot."""
+        """Start copying the weights of a group into its slot."""
         for one in self._of(program, i.group, outer=i.outer):
             assert one.memory is not None
             assert one.place is not None
@@ -350,8 +353,8 @@ class StreamedWeights:
     def open(
         self, program: Program, i: Gather, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """Begin sums in their slot, with the value of `.grad` if it can be added to directly and
-        there is only one rank."""
+        """Begin the gradient sums of a group in their slot. On a single rank they begin with the
+        value of `.grad` if its dtype allows."""
         alone = program.share.rank.layout.devices() == 1
         for p in self._trained(program, i.group, outer=i.outer):
             assert p.sum is not None
@@ -363,8 +366,8 @@ class StreamedWeights:
     def reduce(
         self, program: Program, group: int, sums: GradientAccumulator, sharded: ShardedParameters
     ) -> None:
-        """Sum over ranks, in the order of ranks, then add `.grad` if it can be added to directly.
-        No copy to or from the sums runs meanwhile."""
+        """Add the gradient sums of a group over ranks, in the order of ranks, then `.grad` if its
+        dtype allows. No copy to or from the sums runs meanwhile."""
         outer = [len(self._units) - 1] * program.closes_outer(group)
         for unit in (*range(*program.groups[group]), *outer):
             own = {p.own: p for p in self._units[unit].parameters if p.trained}
@@ -382,8 +385,8 @@ class StreamedWeights:
     def close(
         self, program: Program, group: int, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """Evict the gradient sums of a group to main memory; with the first group also the sums of
-        the modules outside the layers."""
+        """Start copying the gradient sums of a group to main memory. The first group includes the
+        sums of the modules outside the layers."""
         for p in self._trained(program, group, outer=program.closes_outer(group)):
             total = sums.take(p.used)
             if total is not None:
@@ -393,7 +396,7 @@ class StreamedWeights:
                 self._left.append(p)
 
     def end(self, copies: CopyEngine) -> None:
-        """Finish a step: give the user's parameters their gradients, for which the CPU waits."""
+        """Finish a step: wait for the copies, then set `.grad` of the user's parameters."""
         copies.synchronize()
         for p in self._left:
             assert p.home is not None
@@ -411,11 +414,12 @@ class StreamedWeights:
         self._left.clear()
 
     def received(self) -> list[nn.Parameter]:
-        """Return the user's parameters to which the latest step has added a gradient."""
+        """Return the user's parameters to whose `.grad` the latest step has added."""
         return self._received
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
-        """Return the trained parameters that modules outside the layers have during a step."""
+        """Return the device copies of trained parameters outside the layers, which modules have
+        during a step."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:
@@ -428,8 +432,8 @@ class StreamedWeights:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Yield each buffer's table in its module, its name and its tensor, such as rotary tables,
-    without those of other stages."""
+    """Yield each buffer, such as a rotary table, with its name and the table of its module. Buffers
+    of other pipeline stages are left out."""
     for module in model.modules():
         table = module._buffers
         yield from (
@@ -440,8 +444,8 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], st
 def computing_device(
     here: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
 ) -> torch.device:
-    """Return the device on which a step computes, with its index. It is the model's (`here`), or
-    another one if its weights come from main memory. Raises UnsupportedError."""
+    """Return the device on which a step computes, with its index: the model's (`here`), or another
+    one if weights come from main memory. Raises UnsupportedError."""
     found = here if wanted is None else torch.empty(0, device=wanted).device
     if found != here and ranks is not None:
         raise UnsupportedError(
@@ -465,15 +469,16 @@ _LOAD = 16  # bytes, the widest load of a kernel
 
 
 def _divides(size: int) -> int:
-    """Return a sort key that is smaller for multiples of larger powers of two, up to 4 KiB."""
+    """Return a sort key: the larger the power of two that divides the size, up to 4 KiB, the
+    smaller the key."""
     return -(size & -size & 4095 or 4096)
 
 
 def _adds_at_once(parameter: nn.Parameter) -> bool:
-    """Return whether a step's sums begin with the value of `.grad`."""
+    """Return whether a step's gradient sums can begin with the value of `.grad`."""
     return _takes_sums(parameter) and not is_hooked(parameter)
 
 
 def _takes_sums(parameter: nn.Parameter) -> bool:
-    """Return whether `.grad` has the dtype of sums."""
+    """Return whether `.grad` has the dtype of the gradient sums, fp32 or wider."""
     return parameter.grad_dtype in (None, accumulate_dtype(parameter.dtype))

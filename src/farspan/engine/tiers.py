@@ -59,7 +59,8 @@ PAGEABLE = (
 
 
 class Arena:
-    """The memory of one tier for one program.
+    """Memory of one tier, in which one program's buffers lie. Invariant: its memory never moves
+    while views are alive; `reserve` and `release` may only be called between steps.
 
     Invariant: the slab never moves while views of it are alive; `reserve` and `release` may only
     be called between steps.
@@ -83,9 +84,9 @@ class Arena:
         return self._cuda is not None and self.nbytes > 0 and self._unlock is None
 
     def reserve(self, size: int) -> None:
-        """Hold at least `size` bytes; a slab that is large enough stays. The content is undefined.
-        For copies of a GPU the slab is locked: in place, or by torch's allocator if that has room;
-        if both fail it is pageable, with a warning."""
+        """Hold at least `size` bytes; a large enough block stays. The content is undefined. For a
+        GPU's copies the block is locked: in place, or by torch's allocator if that has room; if
+        both fail it is pageable, with a warning."""
         if size > self.nbytes:
             self.release()  # free first: both would not fit
             if self._cuda is None:
@@ -106,7 +107,7 @@ class Arena:
             self._unlock = None
 
     def poison(self) -> None:
-        """Fill with NaN, to show that nothing depends on the content of an earlier step."""
+        """Fill the memory with NaN, to show that a step does not read an earlier step's content."""
         self._slab.fill_(POISON)
 
     def view(
@@ -142,7 +143,8 @@ class Arena:
 
 
 class _Locked:
-    """Locked pages as a CUDA array: addresses are unified, so a device accesses them in place."""
+    """Wrapper of locked pages as a CUDA array: addresses are unified, so a device accesses them in
+    place."""
 
     def __init__(self, slab: Tensor) -> None:
         self.slab = slab
@@ -241,7 +243,7 @@ PROGRAMS, TILE_BYTES = 32, 2**14
 
 
 class CopyEngine:
-    """Moves tensors between device and host, and counts the bytes of each direction."""
+    """Copies tensors between device and host, and counts the bytes of each direction."""
 
     def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
         """With `overlap` copies run on separate streams. Raises UnsupportedError on other devices
@@ -284,8 +286,8 @@ class CopyEngine:
     # -- rows of host memory that the device reads and writes in place ---------------------------
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Copy rows [n] of a mapped host tensor (`Arena.view`) to the device, [n, D],
-        contiguous."""
+        """Copy rows of a mapped host tensor (`Arena.view`) to the device; `rows` are n indices, the
+        result is [n, D], contiguous."""
         with self.on(Lane.FETCH):
             wide, source = _wide(target, source)
             if source.device != wide.device:
@@ -297,7 +299,7 @@ class CopyEngine:
         self.fetched += target.nbytes
 
     def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Add values [n, D] on the device to distinct rows [n] of a mapped host tensor."""
+        """Add values [n, D] on the device to n distinct rows of a mapped host tensor."""
         with self.on(Lane.EVICT):
             if total.device != values.device:
                 total.index_add_(0, rows.cpu(), values.cpu())
@@ -309,13 +311,13 @@ class CopyEngine:
         self.evicted += values.nbytes
 
     def note(self, target: Tensor, source: Tensor) -> None:
-        """Copy within the device on the fetching lane, in the order of fetches."""
+        """Copy within the device on the fetch lane, after the fetches issued so far."""
         with self.on(Lane.FETCH):
             target.copy_(source)
 
     def read(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start copying a small tensor to the CPU; the returned function waits for this copy
-        alone."""
+        """Start copying a small tensor to the CPU. Returns a function that waits for the copy and
+        returns the result."""
         if tensor.device.type == "cpu":
             return lambda: tensor
         try:
@@ -334,7 +336,7 @@ class CopyEngine:
         return arrived
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Run the body's operations on the lane's stream."""
+        """Run the body's operations on a lane's stream."""
         stream = self._streams.get(lane)
         if stream is None:
             return nullcontext()
@@ -353,13 +355,14 @@ class CopyEngine:
     # -- order -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a step. See Note: [Lanes fork and join at a step's ends]."""
+        """Let the lanes' streams follow the caller's stream. See Note: [Lanes fork and join at a
+        step's ends]."""
         computed = self.record(Lane.COMPUTE)
         for lane in self._streams:
             self.wait(lane, computed)
 
     def end(self) -> None:
-        """End a step after its last instruction was issued."""
+        """Let the caller's stream wait for the lanes, after the last instruction was issued."""
         for lane in self._streams:
             self.wait(Lane.COMPUTE, self.record(lane))
 
@@ -372,8 +375,7 @@ class CopyEngine:
         return event
 
     def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
-        """Make later work on the lane wait for the event, which prevents the hazard; None: nothing
-        to wait for."""
+        """Make later work on a lane wait for an event, to prevent `hazard`; None is no event."""
         if self.overlap and event is not None:
             self._stream(lane).wait_event(event)
 
@@ -381,7 +383,7 @@ class CopyEngine:
         return self._streams.get(lane) or torch.cuda.current_stream(self.device)
 
     def synchronize(self) -> None:
-        """Make the CPU wait for every copy of the steps so far."""
+        """Make the CPU wait for all copies issued so far."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -397,14 +399,14 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether rows begin and end at multiples of `whole` elements."""
+    """Return whether all rows begin and end at multiples of `whole` elements."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
 def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
-    """Launch `take_rows` or `add_rows` on contiguous tensors; `rows` are indexes into the longer
-    one."""
+    """Launch the kernel `take_rows` or `add_rows` on contiguous tensors; `rows` are indices into
+    the longer tensor."""
     width = one.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * one.element_size()))
@@ -415,8 +417,8 @@ def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
 
 
 class StreamOrder:
-    """Event waits of a program's instructions on the lanes of a copy engine. Invariant: an event is
-    held from its instruction to the last that waits for it."""
+    """Event waits between a copy engine's lanes, by a program's instructions. Invariant: an event
+    is held from its instruction to the last instruction that waits for it."""
 
     def __init__(self, copies: CopyEngine, orders: tuple[Order, ...]) -> None:
         self.copies = copies
@@ -427,7 +429,7 @@ class StreamOrder:
         self.events: dict[Wait, Any] = {}
 
     def before(self, index: int) -> None:
-        """Make the lanes of instruction `index` wait for the instructions it must follow."""
+        """Make the lanes of instruction `index` wait for the instructions that it must follow."""
         for lane, after in self.orders[index].items():
             for wait in after:
                 self.copies.wait(lane, self.events[wait])
@@ -436,7 +438,8 @@ class StreamOrder:
                     del self.events[wait]
 
     def after(self, index: int) -> None:
-        """Record the event of instruction `index` after it was issued."""
+        """Record an event for instruction `index`, which was just issued, if any later one waits
+        for it."""
         for lane in self.orders[index]:
             wait = Wait(lane, index)
             if self.to_come[wait]:
@@ -444,7 +447,7 @@ class StreamOrder:
 
 
 class DeviceTooSmall(UnsupportedError):
-    """The GPU cannot hold the requested memory."""
+    """The GPU has not enough free memory."""
 
 
 def reserve_together(
@@ -453,9 +456,10 @@ def reserve_together(
     sizes: Mapping[Tier, int],
     advice: str,
 ) -> None:
-    """Reserve these sizes of each tier on all ranks. A machine may refuse one rank memory that
-    forecasts allow, such as pages to lock: then all ranks raise TooLarge or DeviceTooSmall before
-    they have computed anything. A single rank raises the original error."""
+    """Reserve memory of each tier on all ranks, or raise the same error on all. A machine may
+    refuse one rank memory that forecasts allow, such as pages to lock: then all ranks raise
+    TooLarge or DeviceTooSmall before they have computed anything. A single rank raises the original
+    error."""
     alone = ranks is None or ranks.layout.devices() == 1
     tiers, refused, size, cause = list(Tier), -1, 0, None
     for number, tier in enumerate(tiers):
@@ -483,9 +487,9 @@ def reserve_together(
 def refuse_beyond_together(
     ranks: ParallelContext | None, needed: int, what: str, advice: str, allowed: int | None = None
 ) -> None:
-    """Raise TooLarge, on all ranks, if those of one machine need more of its main memory than it
-    has, or than their `allowed` together. All ranks call it with the bytes each needs, and all or
-    none with a limit; with `ranks` None this process is alone."""
+    """Raise TooLarge, on all ranks, if the ranks of one machine need more main memory together than
+    it has, or than their `allowed`. All ranks call it with the bytes that each needs, and all or
+    none with a limit; `ranks` None is a single process."""
     if ranks is None or ranks.layout.devices() == 1:
         if needed > 0:
             refuse_beyond(needed, what, advice, allowed=allowed)

@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Malloc:
-    """An allocation, in bytes as requested, before any rounding."""
+    """An allocation, in bytes as requested, before rounding."""
 
     tensor: int
     size: int  # bytes
@@ -51,14 +51,14 @@ class Malloc:
 
 @dataclass(frozen=True, slots=True)
 class FreeEvent:
-    """The release of a tensor's memory."""
+    """Release of an allocation."""
 
     tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A border between events: "layer 3 forward", "step 2"."""
+    """Name of the section of a trace that begins here: "layer 3 forward", "step 2"."""
 
     name: str
 
@@ -68,7 +68,7 @@ Event = Malloc | FreeEvent | Mark
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A program's requests to its allocator, in order."""
+    """Requests of a program to its memory allocator, in order."""
 
     events: tuple[Event, ...]
     name: str
@@ -80,7 +80,7 @@ FLASH_HEAD_DIM = 32  # and head sizes
 
 
 class Temporary(StrEnum):
-    """A kind of memory that kernels allocate internally."""
+    """A kind of memory that kernels allocate internally, invisible to PyTorch's dispatcher."""
 
     CUBLAS = "cublas"  # workspace allocated at the first product of each thread, never freed
     FLASH = "flash"  # the backward: fp32 dQ, row sums, dK and dV of every query head
@@ -105,12 +105,11 @@ class Temporaries:
     kinds: frozenset[Temporary]
 
     def workspace(self, func: Any) -> int:
-        """Return the bytes that the first such operation of a thread allocates permanently."""
+        """Return the bytes that the first such operation of a thread allocates for good."""
         return CUBLAS_WORKSPACE if Temporary.CUBLAS in self.kinds and func in PRODUCTS else 0
 
     def within(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
-        """Return the bytes of each block that the operation allocates and frees, all alive
-        together."""
+        """Bytes of each block that a kernel allocates and frees internally, all alive together."""
         if func in FLASH_BACKWARD and Temporary.FLASH in self.kinds:
             return tuple(_flash_backward(func, args))
         if func is EMBEDDING_BACKWARD and Temporary.EMBEDDING in self.kinds:
@@ -123,8 +122,8 @@ NO_TEMPORARIES, ALL_TEMPORARIES = Temporaries(frozenset()), Temporaries(frozense
 
 
 def _flash_backward(func: Any, args: Sequence[Any]) -> Iterator[int]:
-    """Yield the blocks of a flash attention backward; both operations take dout, q, k first, and
-    that of SDPA has heads before tokens."""
+    """Yield the bytes of blocks within a flash attention backward. The operations take dout, q, k
+    first; SDPA's has heads before tokens."""
     q: Tensor = args[1]
     k: Tensor = args[2]
     heads_first = func is not aten._flash_attention_backward.default
@@ -143,7 +142,7 @@ ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
 class _Death(weakref.ref[Any]):
-    """A weak reference to a storage; `tensor` is None for storages older than the recording."""
+    """Weak reference to a storage; `tensor` is None for storages older than the recording."""
 
     __slots__ = ("key", "tensor")
     key: int
@@ -151,14 +150,14 @@ class _Death(weakref.ref[Any]):
 
 
 class Recorder(UncompiledMode):
-    """Records the storages of one device that are born inside the context, and their deaths.
-    Invariant: `_alive` has one entry for each known storage that still lives."""
+    """Recorder of the storages that are created on one device inside the context, and of their
+    release. Invariant: `_alive` has one entry for each known storage that still lives."""
 
     def __init__(
         self, device: torch.device, temporaries: Temporaries = NO_TEMPORARIES, *, in_place: bool
     ):
-        """`in_place`: add gradients in place, as autograd does without a dispatch mode; see the
-        Note."""
+        """Record on one device. `in_place`: add gradients in place, as autograd does without a
+        dispatch mode; see the Note."""
         super().__init__()
         self.device = device.type
         self.events: list[Event] = []
@@ -171,25 +170,25 @@ class Recorder(UncompiledMode):
         self._handles: set[bool] = set()  # threads that have a cuBLAS workspace
 
     def mark(self, name: str) -> None:
-        """Begin a section called `name`."""
+        """Begin a section of the trace with this name."""
         self.events.append(Mark(name))
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Record tensors that exist before the recording as born now, outside steps."""
+        """Record existing tensors as created now, outside steps."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive and storage.nbytes():
                 self.lasting.add(self._born(storage))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Move tensors that a step made out of it, from now on."""
+        """Count tensors that a step made as outside steps from now on, such as optimizer states."""
         for tensor in tensors:
             death = self._alive.get(tensor.untyped_storage()._cdata)
             if death is not None and death.tensor is not None:
                 self.lasting.add(death.tensor)
 
     def trace(self, name: str, *, lasting: bool = True) -> Trace:
-        """Return the trace so far; without tensors outside steps if not `lasting`."""
+        """Return the trace so far; without `lasting` it leaves out tensors outside steps."""
         left_out: set[int] = set() if lasting else self.lasting
         kept = (e for e in self.events if isinstance(e, Mark) or e.tensor not in left_out)
         return Trace(tuple(kept), name)
@@ -211,8 +210,8 @@ class Recorder(UncompiledMode):
         return out
 
     def _accumulates(self, args: Sequence[Any]) -> bool:
-        """Return whether this is autograd's addition of gradients that would be in place. See the
-        Note."""
+        """Return whether the operation is autograd's addition of two gradients, which would be in
+        place. See the Note."""
         return (
             not torch.is_grad_enabled()
             and in_backward()
@@ -252,8 +251,8 @@ class Recorder(UncompiledMode):
             self.events.append(FreeEvent(death.tensor))
 
     def _borrow(self, func: Any, args: Sequence[Any]) -> None:
-        """Record a kernel's internal memory, and the permanent workspace of a thread's first
-        product."""
+        """Record the memory that a kernel allocates internally, and the permanent workspace of a
+        thread's first product."""
         thread = in_backward()  # autograd runs on its own thread, with its own handles
         workspace = self._temporaries.workspace(func)
         if workspace and thread not in self._handles:
@@ -269,7 +268,7 @@ MOST_RESULTS = 1 << 16
 
 
 def result_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the operation's result, from a cache on the meta device if possible. torch 2.13 runs
+    """Return an operation's result, on the meta device from a cache if possible. torch 2.13 runs
     most meta operations in Python, in 0.2 ms; a cached result takes a tenth of that."""
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if not _returns_new(func) or not _describe((*args, *kwargs.values()), key):
@@ -294,14 +293,14 @@ def _blank(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _returns_new(func: Any) -> bool:
-    """Return whether it is an aten operation that returns one new tensor and changes none."""
+    """Return whether this is an aten operation that returns one new tensor and changes none."""
     schema = func._schema
     returned = [(str(one.type), one.alias_info) for one in schema.returns]
     return (func.namespace, schema.is_mutable, returned) == ("aten", False, [("Tensor", None)])
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append everything that a result depends on to the key; return False if a tensor has
+    """Append to the key all that the result depends on; return False if that includes a tensor's
     values."""
     for value in values:
         if isinstance(value, Tensor):
@@ -322,7 +321,7 @@ def in_backward() -> bool:
 
 
 def _is_of(key: int, args: Sequence[Any]) -> bool:
-    """Return whether this is the storage of one of the arguments."""
+    """Return whether the storage belongs to one of the arguments."""
     for arg in args:
         if isinstance(arg, Tensor):
             if arg.untyped_storage()._cdata == key:
@@ -333,7 +332,7 @@ def _is_of(key: int, args: Sequence[Any]) -> bool:
 
 
 def _is_sole_dense(tensor: Tensor) -> bool:
-    """Return whether nothing else holds the tensor's storage, and its elements fill one range
+    """Return whether the tensor alone refers to its storage, and its elements fill one range
     without gaps."""
     key = tensor.untyped_storage()._cdata
     # One reference is the tensor's, the other the storage wrapper's.
@@ -342,7 +341,7 @@ def _is_sole_dense(tensor: Tensor) -> bool:
 
 
 class _Count(UncompiledMode):
-    """Counts the references to the first argument of autograd's additions."""
+    """Counter of the references to the first argument of autograd's additions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,8 +357,8 @@ class _Count(UncompiledMode):
 
 @cache
 def _engine_references() -> int:
-    """Return how many references to its first argument autograd's own addition has. Measured, since
-    it depends on the versions of CPython and torch."""
+    """Return the number of references to its first argument while autograd adds two gradients.
+    Measured, since it depends on the versions of CPython and torch."""
     x = torch.empty(1, device="meta", requires_grad=True)
     with _Count() as count, torch.enable_grad():
         torch.autograd.grad(x.sin() * x.cos(), x)
@@ -372,7 +371,7 @@ EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with
 
 
 def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """Return the configuration cut to its first `layers` layers; None keeps all. Raises
+    """Return the configuration with only its first `layers` layers; None keeps all. Raises
     UnsupportedError."""
     if layers is None:
         return config
@@ -385,8 +384,8 @@ def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 class _NoValues(UncompiledMode):
-    """Skips drawing random initial weights: on the meta device an operation in place changes
-    nothing, and 65B elements take 720 calls."""
+    """Mode that skips drawing random initial weights. On the meta device an in-place operation
+    changes nothing, and 65B elements take 720 calls."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -400,8 +399,8 @@ class _NoValues(UncompiledMode):
 
 
 def meta_model(config: dict[str, Any], dtype: torch.dtype, rank: int = 0) -> PreTrainedModel:
-    """Make the causal LM of a configuration on the meta device, in training mode. With `rank` above
-    0 it has adapters of that rank. Raises UnsupportedError if transformers cannot make it."""
+    """Return the causal LM of a configuration on the meta device, in training mode. With `rank`
+    above 0 it has adapters of that rank. Raises UnsupportedError if transformers cannot make it."""
     fields = {name: value for name, value in config.items() if name != "model_type"}
     try:
         with torch.device("meta"), _NoValues():
@@ -455,7 +454,7 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return the inner and outer width of a linear module; None for other modules."""
+    """Return the input and output width of a linear module; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D":  # transformers' linear with its weight transposed
@@ -493,7 +492,8 @@ def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
 
 @contextmanager
 def refuse_value_dependence() -> Iterator[None]:
-    """Raise UnsupportedError if the body depends on values that meta tensors do not have."""
+    """Raise UnsupportedError if the body needs values of tensors, which meta tensors do not
+    have."""
     try:
         yield
     except (NotImplementedError, RuntimeError, ValueError) as error:

@@ -51,7 +51,7 @@ Marker = Callable[[str], None]
 
 
 class Checkpointing(StrEnum):
-    """Tensors that a layer's forward leaves for its backward."""
+    """Tensors that a layer's forward saves for its backward."""
 
     PLAIN = "plain"  # everything that autograd saves
     RECOMPUTE = "recompute"  # its input: activation checkpointing
@@ -100,7 +100,8 @@ def run_training(
     batch: int,
     attention: Attention,
 ) -> None:
-    """Run one step for each of `contexts`, on any device; `attention` answers the model's calls."""
+    """Run one training step for each of `contexts`, on any device; `attention` replaces the model's
+    attention."""
     device = CausalLMStages(model).device
     with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
         for step, tokens in enumerate(contexts):
@@ -117,13 +118,13 @@ def run_training(
 
 
 def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
-    """Return AdamW with torch's default on a GPU: one operation on many parameters."""
+    """Return AdamW as torch runs it by default on a GPU: one operation on many parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-5, foreach=True)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of the optimizer's states."""
+    """Yield the state tensors of the optimizer."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -135,8 +136,8 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
-    """Mark the beginnings of each layer's forward and backward, of the head and of the embedding's
-    backward."""
+    """Mark where the forward and the backward of each layer, the head, and the embedding's backward
+    begin."""
     layers = CausalLMStages(model).layers
     last = len(layers) - 1
 
@@ -169,8 +170,8 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
 
 def _backward_runs() -> bool:
-    """Return whether a backward is running: before transformers 5.23 checkpoints called a layer's
-    hooks again in it."""
+    """Return whether a backward is running: before transformers 5.23, checkpoints called a layer's
+    hooks in it again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -200,7 +201,7 @@ def _checkpoint_offloaded(layer: Callable[..., Any], *arguments: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """A tensor on the host; the meta device copies nothing."""
+    """Stand-in for a tensor on the host; the meta device copies nothing."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -222,7 +223,7 @@ META = torch.device("meta")
 
 
 class MetaKernels(AttentionKernels):
-    """Kernels for tensors without memory."""
+    """Attention kernels for tensors without data."""
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         # A meta model would get the plain kernel; soft caps have only that one anywhere.
@@ -237,16 +238,16 @@ def trace_cells(
     optimizer: bool = True,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """Trace a step of each program, with a model on the meta device. Each device arena is one
-    block, as in a run: its buffers have the addresses of the plan. Raises UnsupportedError for a
-    model whose step depends on values."""
+    """Trace one farspan step of each program, with a model on the meta device. Each device arena is
+    one block, as in a run: its buffers have the addresses of the plan. Raises UnsupportedError for
+    a model whose step depends on values."""
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     with recorder:
         states = AdamWStates(model) if optimizer else None
     if states is not None:
         recorder.keep(states.tensors)
-    boundary = CausalLMStages(model)
+    stages = CausalLMStages(model)
     host = Arena(Tier.DEVICE, META)  # also on the meta device: nothing is really copied
     host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
     arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}
@@ -254,7 +255,7 @@ def trace_cells(
         for step, program in enumerate(programs):
             recorder.mark(f"step {step}")
             arenas[Tier.DEVICE].reserve(program.arena_bytes[Tier.DEVICE])
-            _trace_program(boundary, program, arenas, recorder)
+            _trace_program(stages, program, arenas, recorder)
             recorder.mark("optimizer")
             if states is not None:
                 states.update()
@@ -264,20 +265,20 @@ def trace_cells(
 
 
 def _trace_program(
-    boundary: CausalLMStages, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
+    stages: CausalLMStages, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
 ) -> None:
     shape = program.run.batch, program.run.tokens
     # Tokens, targets and positions. One token fewer is trained than counted; no size depends on it.
     ids, targets = (torch.zeros(shape, dtype=torch.long, device=META) for _ in range(2))
     inputs = StepInputs(ids, targets, torch.zeros_like(ids[:1]), None)
-    storage = ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META))
-    outer = tuple(boundary.outer_parameters())
-    head = LossHead(boundary, shape[1], program.schedule.loss_chunk_size, outer)
+    storage = ProgramBuffers(program, arenas, stages.dtype, CopyEngine(META))
+    outer = tuple(stages.outer_parameters())
+    head = LossHead(stages, shape[1], program.schedule.loss_chunk_size, outer)
     names = map(_mark_name, program.instructions)
     last = ""
 
     def mark(_: object = None) -> None:
-        """Add a mark when the layer or the direction changes."""
+        """Begin a section when the layer or the direction changes."""
         nonlocal last
         name = next(names, None)
         if name is not None and name != last:
@@ -285,18 +286,18 @@ def _trace_program(
             recorder.mark(name)
 
     interpreter = Interpreter(
-        boundary=boundary,
+        stages=stages,
         program=program,
         storage=storage,
         inputs=inputs,
         head=head,
         gradients=GradientAccumulator(),
         after=mark,
-        layers=Layers(boundary),
-        kernels=MetaKernels(META, boundary.dtype),
+        layers=Layers(stages),
+        kernels=MetaKernels(META, stages.dtype),
     )
     mark()
-    with routed(boundary.model), uncast(boundary.model.parameters()):
+    with routed(stages.model), uncast(stages.model.parameters()):
         interpreter.run()
 
 
@@ -342,7 +343,7 @@ OWN = (
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A model to trace, and how it is trained."""
+    """A model to trace, and the way it is trained."""
 
     model: str  # as for `farspan plan`
     contexts: tuple[int, ...]  # tokens of a sequence, for each step
@@ -394,7 +395,8 @@ class TraceRequest:
 
 
 def own_strategy(name: str) -> str | None:
-    """Return the name of farspan's strategy; None for plain training. Raises UnsupportedError."""
+    """Return the name of farspan's strategy, or None for plain training. Raises
+    UnsupportedError."""
     if name in tuple(Checkpointing):
         return None
     own = name.removeprefix(OWN)

@@ -27,14 +27,14 @@ Coming = Callable[[], list[Tensor]]  # waits for tensors in transit
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """The exchange for one chunk, of which peer i has `parts[i]` tokens."""
+    """Exchange of heads for one chunk; peer i has `parts[i]` tokens."""
 
     peers: Communicator
     parts: Counts
 
     def to_heads(self, tensors: Sequence[Tensor]) -> Coming:
-        """Start exchanging each [B, H, own tokens, D] for [B, H / P, all tokens, D]; all of one
-        dtype."""
+        """Start exchanging tensors [B, H, own tokens, D] for [B, H / P, all tokens, D] with P
+        peers; all have one dtype."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.unflatten(1, (ranks, x.shape[1] // ranks))
@@ -55,8 +55,8 @@ class Ulysses:
         return arrived
 
     def to_tokens(self, tensors: Sequence[Tensor]) -> Coming:
-        """Start exchanging each [B, H / P, all tokens, D] for [B, H, own tokens, D]; all of one
-        dtype."""
+        """Start exchanging tensors [B, H / P, all tokens, D] for [B, H, own tokens, D] with P
+        peers; all have one dtype."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
@@ -75,17 +75,17 @@ class Ulysses:
         return arrived
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """Return this rank's part of values per head, [H]."""
+        """Return this rank's part of a tensor with one value per head, [H]."""
         return values.chunk(self.peers.size)[self.peers.index]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Exchanges a cell's tensors [B, H, tokens, D] for the heads of this rank and back; without
+    """Exchange of a cell's tensors [B, H, tokens, D] for this rank's heads, and back. Without
     Ulysses it returns them unchanged."""
 
     ulysses: Ulysses | None = None
-    fillers: int = 0  # tokens that the cell runs without effect, none of the chunk's
+    padding: int = 0  # tokens that the cell runs without effect, none of the chunk's
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.begin_heads([(x, None) for x in tensors])()
@@ -94,15 +94,15 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Start exchanging tensors for heads: for each tensor a range of every rank's heads, or
-        all."""
+        """Start exchanging tokens for heads; each tensor comes with a range of every rank's heads,
+        or None for all."""
         tensors = [self._some(x, heads) for x, heads in parts]
-        if self.fillers:
+        if self.padding:
             tensors = [x[:, :, :0] for x in tensors]
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def begin_tokens(self, *tensors: Tensor) -> Coming:
-        """Start exchanging tensors back for tokens, each with the same range of every rank's
+        """Start exchanging heads back for tokens; all tensors have the same range of every rank's
         heads."""
         if self.ulysses is None:
             return lambda: [self._filled(x) for x in tensors]
@@ -110,17 +110,18 @@ class HeadExchange:
         return lambda: [self._filled(x) for x in coming()]
 
     def of_all_ranks(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join tensors of pieces of every rank's heads, in order, to one of all heads."""
+        """Join pieces, each with some heads of every rank, to one tensor with all heads in
+        order."""
         ranks = 1 if self.ulysses is None else self.ulysses.peers.size
         apart = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in pieces]
         return torch.cat(apart, 2).flatten(1, 2)
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """Return this rank's part of values per head, [H]."""
+        """Return this rank's part of a tensor with one value per head, [H]."""
         return values if self.ulysses is None else self.ulysses.heads_of(values)
 
     def of_all_heads(self, values: Tensor, like: Tensor) -> Tensor:
-        """Return values of all heads, [H]: this rank's, and zeros elsewhere."""
+        """Return a tensor of all heads, [H], with this rank's values and zeros elsewhere."""
         if self.ulysses is None:
             return values
         whole = like.new_zeros(like.shape)
@@ -135,7 +136,7 @@ class HeadExchange:
 
     def _filled(self, x: Tensor) -> Tensor:
         batch, heads, _, width = x.shape
-        return x.new_zeros(batch, heads, self.fillers, width) if self.fillers else x
+        return x.new_zeros(batch, heads, self.padding, width) if self.padding else x
 
 
 OfKeys = tuple[Tensor, Tensor, Tensor]  # q, k, v
@@ -145,7 +146,7 @@ AttentionGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv,
 
 @dataclass(frozen=True, slots=True)
 class OverlappedUlysses:
-    """The exchange of one cell's heads in pieces, during its attention."""
+    """Exchange of one cell's heads in pieces: while one piece is in attention, the next travels."""
 
     pieces: tuple[Piece, ...]
     exchange: HeadExchange
@@ -157,8 +158,9 @@ class OverlappedUlysses:
         of_keys: OfKeys,
         at_hand: tuple[Tensor, Tensor] | None,
     ) -> tuple[OfKeys, Attended, Tensor]:
-        """Return local q, k, v, local out and lse, and out of own tokens. `at_hand` are local k, v
-        that need not travel; `attend` gets a piece's tensors, keys and query heads."""
+        """Return q, k, v of this rank's heads, their (out, lse), and out of all heads for this
+        rank's tokens. `at_hand` are k, v of this rank's heads if they need not travel; `attend`
+        gets a piece's tensors, earlier keys and query heads."""
         q, k, v = of_keys
         travel = (k, v) if at_hand is None else ()
         coming = [self._to_heads(piece, q, *travel) for piece in self.pieces]
@@ -186,8 +188,9 @@ class OverlappedUlysses:
         attended: Attended,
         finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk, dv of own tokens and all heads, and dsinks of this rank's heads. `finish`
-        completes dk, dv of some K, V heads, to be sent, after every piece has added to them."""
+        """Return dq, dk, dv of all heads for this rank's tokens, and dsinks of this rank's heads.
+        `finish` completes the dk, dv of some K, V heads, which are sent after every piece has added
+        to them."""
         coming = [self._to_heads(piece, dout) for piece in self.pieces]
         leaving: list[Coming] = []
         sums = dout, dout  # placeholders: the first piece sets them

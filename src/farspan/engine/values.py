@@ -33,7 +33,7 @@ Ready = tuple[PreparedModel, PreparedProgram]
 
 @dataclass(frozen=True, slots=True)
 class AskedValues:
-    """A request for values of each token."""
+    """What the caller of `step.values` or `step.logprobs` asked for."""
 
     function: LogProbs | HeadFunction
     inputs: StepInputs
@@ -51,7 +51,8 @@ def ask(
     document_ids: Tensor | None,
     targets: Tensor | None = None,
 ) -> AskedValues:
-    """Check a request for values, and let ranks compare it. Raises UnsupportedError."""
+    """Return the checked request for values, and add it to the ranks' comparison. Raises
+    UnsupportedError."""
     own: list[nn.Parameter] = []
     if isinstance(function, nn.Module):
         refuse_dropout_of_head(function)
@@ -64,7 +65,7 @@ def ask(
     if model.sharded is not None:
         same.add({"gradients": "wanted" if trains else "not wanted"})
         name = "head" if targets is not None else same.call
-        same.add(facts_of(name, function, model.boundary.model))
+        same.add(facts_of(name, function, model.stages.model))
         same.add({"targets": "None" if targets is None else targets}, OF_BATCH)
     inputs = inputs_of(same, model, input_ids, labels, document_ids, several=targets is None)
     # The caller may write into its tensors before the backward reads them.
@@ -75,7 +76,7 @@ def ask(
 
 
 def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction | None) -> Tensor:
-    """Return the values that were asked for, [batch, tokens, k]; `head` is that of the step."""
+    """Return the requested values, [batch, tokens, k]; `head` belongs to the step."""
     inputs = calls.drawing(asked.inputs) if asked.trains else asked.inputs
 
     def ready() -> Ready:
@@ -96,14 +97,14 @@ def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction
 def value_head(
     model: PreparedModel, function: LogProbs | HeadFunction, targets: Tensor, piece: int
 ) -> ValueHead:
-    """Return the head for a function's values, of `piece` tokens at a time. Raises UnsupportedError
-    if it uses a decoder layer whose weights are elsewhere."""
+    """Return the head that calls the user's function on `piece` tokens at a time. Raises
+    UnsupportedError if the function uses a decoder layer whose weights are elsewhere."""
     outer = model.outer
     found: tuple[nn.Parameter, ...] = ()
     if isinstance(function, nn.Module):
         found = tuple(p for p in function.parameters() if p.requires_grad)
     own = tuple(p for p in found if not any(p is other for other in outer))
-    inside = {id(p) for p in model.boundary.layers.parameters()}
+    inside = {id(p) for p in model.stages.layers.parameters()}
     if any(id(p) in inside for p in own) and (model.weights or model.sharded):
         raise UnsupportedError(
             "head: uses a decoder layer, whose weights are not on the device while the head "
@@ -112,13 +113,13 @@ def value_head(
     plain = None
     is_plain = isinstance(function, LogProbs) and function.temperature == 1
     if is_plain and targets.ndim == 2:
-        plain = LossHead(model.boundary, 1, piece, outer, model.fused)
-    return ValueHead(model.boundary, function, piece, outer, own, plain)
+        plain = LossHead(model.stages, 1, piece, outer, model.fused)
+    return ValueHead(model.stages, function, piece, outer, own, plain)
 
 
 @dataclass(slots=True)
 class OpenForward:
-    """A forward that returned values of tokens, waiting for its backward."""
+    """A forward that returned values of each token, until the caller's loss runs backward."""
 
     runner: Runner
     ready: Ready
@@ -131,7 +132,7 @@ class OpenForward:
     gradients: GradientAccumulator = field(init=False)
 
     def values(self) -> Tensor:
-        """Run the forward and return values [B, T, k], the same on all ranks of a sequence. They
+        """Run the forward and return the values, [B, T, k], equal on all ranks of a sequence. They
         have a graph if the program has a backward."""
         program = self.ready[1].program
         with self._begun():
@@ -144,7 +145,8 @@ class OpenForward:
         return found
 
     def backward(self, given: Tensor) -> None:
-        """Add to `.grad` the gradient of a loss whose gradient by the values is `given`."""
+        """Run the backward: add the gradient of the caller's loss to `.grad`. `given` is the
+        gradient of the values, [B, T, k]."""
         sharded = self.ready[0].sharded
         with agreement(None if sharded is None else sharded.ranks, "backward of values") as same:
             if self.marks() != self.was:
@@ -194,14 +196,14 @@ class OpenForward:
         width = 0 if values is None else values.shape[2]  # another stage has the head
         width = max(number for (number,) in sharded.ranks.figures([width]))
         if values is None:
-            shape, boundary = self.inputs.input_ids.shape, self.ready[0].boundary
-            dtype = accumulate_dtype(boundary.dtype)
-            values = torch.zeros(*shape, width, dtype=dtype, device=boundary.device)
+            shape, stages = self.inputs.input_ids.shape, self.ready[0].stages
+            dtype = accumulate_dtype(stages.dtype)
+            values = torch.zeros(*shape, width, dtype=dtype, device=stages.device)
         sharded.ranks.among(*SEQUENCE, "pipeline").sum(values)
         return values
 
     def _close_own(self) -> None:
-        """Close the gradients of the function's own parameters, summed over ranks."""
+        """Add the gradients of the function's own parameters, summed over ranks, to `.grad`."""
         head, sums = self.interpreter.head, self.interpreter.registers.own
         assert isinstance(head, ValueHead)
         for parameter in head.own:
@@ -217,7 +219,8 @@ class OpenForward:
 
 
 class _Values(torch.autograd.Function):
-    """Values [B, T, k] of a forward; the backward receives their gradient."""
+    """Autograd function that returns the values of a forward, [B, T, k], and whose backward runs
+    the step's."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, values: Tensor, of: OpenForward) -> Tensor:

@@ -80,9 +80,9 @@ Errors = dict[str, float]  # relative, by a parameter's name
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """Relative L2 error of a parameter's gradient against the float64 reference, or the median of a
-    kind of parameters (`layers.*.q_proj.weight`). In lower precision it is that of the run with the
-    least ratio to plain autograd's, for a model that chooses experts that over all runs."""
+    """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
+    a kind of parameters (`layers.*.q_proj.weight`). In lower precision it is that of the run with
+    the least ratio to plain autograd's; for a model that chooses experts, over all runs."""
 
     name: str
     error: float
@@ -91,7 +91,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Errors of a step's gradients with their limits."""
+    """Errors of a step's gradients, with their limits."""
 
     errors: list[GradientError]
     loss: float  # limit
@@ -100,7 +100,8 @@ class Judged:
     most: float = float("inf")  # limit of `ratio`
 
     def passed(self, loss: float) -> bool:
-        """Return whether all errors, and the relative error `loss`, are within their limits."""
+        """Return whether all errors, and `loss`, the relative error of the loss, are within their
+        limits."""
         within = all(e.error <= e.limit for e in self.errors) and loss <= self.loss
         return within and (self.ratio is None or self.ratio <= self.most)
 
@@ -143,16 +144,16 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return the allowed multiple of plain autograd's error by name, for `runs` runs of either
-    side."""
+    """Return by name the factor by which a step's error may exceed plain autograd's, for `runs`
+    runs of each."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
 
 
 def exactly(found: Errors, moved: list[Errors]) -> Judged:
-    """Judge a step in float64 with errors `found`. `moved` has the errors of runs of the reference
-    that round apart from it; empty if all errors are within `EXACT`."""
+    """Judge the errors `found` of a float64 step. `moved` are errors between runs of the reference
+    that round differently; empty if all errors are within `EXACT`."""
     rule = f"relative L2 error <= {EXACT:g}, float64 throughout"
     limits = dict.fromkeys(found, EXACT)
     if moved:
@@ -170,8 +171,8 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
 def _least_off(
     plain: list[Errors], steps: list[Errors], name: str, names: list[str], factor: float
 ) -> GradientError:
-    """Return the error of the run with the least ratio to plain autograd's; infinite only if every
-    run is."""
+    """Return the error of the run with the least ratio to plain autograd's; infinite only if all
+    are."""
     ratio, own = min(
         (median(_ratio(step[n], run[n]) for n in names), median(run[n] for n in names))
         for step, run in zip(steps, plain, strict=True)
@@ -180,14 +181,14 @@ def _least_off(
 
 
 def _mean_ratio(plain: list[Errors], steps: list[Errors]) -> float:
-    """Return the geometric mean of the ratios of the steps' errors to plain autograd's, over all
-    parameters and runs; infinite if one is."""
+    """Return the geometric mean, over all parameters and runs, of the ratios of a step's errors to
+    plain autograd's; infinite if one is."""
     ratios = [_ratio(step[n], run[n]) for step, run in zip(steps, plain, strict=True) for n in run]
     return float("inf") if float("inf") in ratios else exp(fmean(map(log, ratios)))
 
 
 def _kinds(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names by their text without the numbers of layers and experts."""
+    """Group parameter names that differ only in the numbers of layers and experts."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         kinds[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
@@ -203,9 +204,9 @@ def _ratio(found: float, own: float) -> float:
 
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
-    """Return by group the standard deviation of the logarithm of its error from run to run. A few
-    runs of one parameter tell little, so it is that of its kind in all layers, and at least that of
-    a typical kind."""
+    """Return, by kind of parameter, the standard deviation between runs of the logarithm of the
+    error. A few runs of one parameter tell little, so it is taken over its kind in all layers, and
+    is at least that of a typical kind."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()
@@ -221,8 +222,8 @@ def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
 @contextmanager
 def perturbed_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
     """Run the body with embeddings perturbed by about one rounding, so that all results round
-    differently. Seed 0 changes nothing. One number of twelve moves a step up or down: a variance of
-    1/12 of a step squared, as that of rounding to the nearest."""
+    differently. Seed 0 changes nothing. One in twelve numbers moves by one rounding step: its
+    variance, 1/12 of a step squared, is that of rounding to nearest."""
     if seed == 0:
         yield
         return
@@ -248,7 +249,7 @@ ROUNDED = {
 
 
 class RoundedApart(TorchDispatchMode):
-    """Moves float64 results by up to half a rounding more, evenly, drawn from a seed, to show how
+    """Mode that adds to float64 results up to half a rounding more, drawn from a seed, to show how
     far rounding moves a computation."""
 
     def __init__(self, seed: int) -> None:
@@ -279,7 +280,7 @@ Data = tuple[Tensor, Tensor, Tensor | None]  # input_ids, labels, document_ids
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The outcome of `verify`."""
+    """Outcome of `verify`."""
 
     passed: bool
     loss_error: float  # relative
@@ -300,7 +301,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class VerificationRun:
-    """Sizes and seed of a verification's random tokens, cut into random documents."""
+    """Sizes and seed of the random tokens of a verification, cut into random documents."""
 
     batch: int = 1
     tokens: int = 512
@@ -360,11 +361,11 @@ def verify(
     Raises:
         UnsupportedError: The model trains no parameter, has an active dropout, or fits no step.
     """
-    boundary = CausalLMStages(model)
-    data = run.draw(boundary.vocab, boundary.device)
+    stages = CausalLMStages(model)
+    data = run.draw(stages.vocab, stages.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError("model: no parameter is trained, so there is no gradient to verify")
-    for name, _ in drawing_dropouts(boundary.model):
+    for name, _ in drawing_dropouts(stages.model):
         raise UnsupportedError(
             f"model: {name} would drop other elements in the reference; call model.eval()"
         )
@@ -373,14 +374,14 @@ def verify(
         # Both refuse now, before the references, which take time and memory by the length squared.
         Step(model, schedule, selector=selector)
         model.to(data[0].device)  # the schedule may have moved its weights
-        positions = make_inputs(*data, boundary.vocab).position_ids
-        refuse_context(boundary.model, int(positions.max()) + 1)
+        positions = make_inputs(*data, stages.vocab).position_ids
+        refuse_context(stages.model, int(positions.max()) + 1)
         return _verify(model, function, data, worst)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the model computes: that of unpacked parameters; of several, the
-    first that is not float64."""
+    """Return the dtype in which the model computes, that of its unpacked parameters. If there are
+    several, the first other than float64."""
     every = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return next((dtype for dtype in every if dtype is not torch.float64), torch.float64)
 
@@ -433,7 +434,8 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
 
 
 class _Side:
-    """Errors of several runs of one side (steps or plain autograd), and the first of them."""
+    """Errors of the runs of one side, the step or plain autograd, and the outcome of its first
+    run."""
 
     def __init__(self, exact: Outcome) -> None:
         self.exact = exact
@@ -449,7 +451,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A step by the same schedule in float64."""
+    """Result of the same schedule in float64, which shows errors that rounding would hide."""
 
     outcome: Outcome
     judged: Judged
@@ -457,7 +459,7 @@ class Structure:
 
     @property
     def error(self) -> float:
-        """The largest relative error."""
+        """Largest relative error of a gradient."""
         return max([self.loss_error, *(e.error for e in self.judged.errors)])
 
     def passed(self) -> bool:
@@ -502,8 +504,8 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """Return the relative difference of the loss by the model's own attention and masks from
-    the reference's. None for packed documents, which not every attention separates, and below
+    """Return the relative difference between the loss with the model's own attention and the
+    reference's. None for packed documents, which not every attention separates, and below
     float32."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
@@ -516,7 +518,7 @@ def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | 
 
 
 def _chooses(model: nn.Module, data: Data) -> bool:
-    """Return whether the model takes the largest of some scores, as a router of experts does."""
+    """Return whether the model picks the largest of some scores, as a router of experts does."""
     seen = _Choices()
     with torch.no_grad(), seen:
         reference_loss(model, *data)
@@ -533,8 +535,8 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 
 def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the L2 error relative to the expected norm, or to `least` if larger; NaN counts as
-    infinite."""
+    """Return the L2 error relative to the norm of the expected tensor, or to `least` if that is
+    larger. NaN counts as infinite."""
     found, expected = found.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
     error = float((found - expected).norm())
@@ -544,7 +546,7 @@ def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 class _Choices(TorchDispatchMode):
-    """Records whether `topk` is called."""
+    """Mode that records whether `topk` was called."""
 
     def __init__(self) -> None:
         super().__init__()

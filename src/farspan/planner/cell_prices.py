@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.evaluate import RankKind, kinds_of, own_schedule, part_of, stage_model
-from farspan.planner.pass_counts import Kept
+from farspan.planner.pass_counts import SaveCounts
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
@@ -48,25 +48,27 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LaneSeconds:
-    """Seconds per lane of one cell in every chunk, [chunks] each."""
+    """Seconds on each lane of one cell, for every chunk: five arrays [chunks]."""
 
     compute: Array
     fetch: Array
     evict: Array
     collective: Array
     host: Array
-    known: dict[Kept, list[Array]] = field(default_factory=dict)  # sums over spans, lane by lane
+    known: dict[SaveCounts, list[Array]] = field(
+        default_factory=dict
+    )  # sums over spans, lane by lane
 
-    def total(self, counts: Array, choices: Kept) -> Array:
-        """Return the seconds per lane, [5, F], of cells that run `counts` [F, spans] times."""
+    def total(self, counts: Array, choices: SaveCounts) -> Array:
+        """Seconds per lane, [5, F], if each chunk's cell runs `counts` times, [F, spans]."""
         if choices not in self.known:
             lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
             self.known[choices] = [choices.over(lane) for lane in lanes]
         return np.stack([counts @ lane for lane in self.known[choices]])
 
     def seconds(self, *, overlap: bool) -> float:
-        """Return the seconds of all chunks' cells, copies left out. With `overlap` the CPU issues
-        cells while others are computed, so the longer of the two times counts."""
+        """Seconds to compute the cells of all chunks, without copies. With `overlap` the CPU
+        launches a cell while the one before is computed, so the longer time counts."""
         busy = self.compute + self.collective
         both = np.maximum(busy, self.host) if overlap else busy + self.host
         return float(both.sum())
@@ -74,8 +76,8 @@ class LaneSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Bytes of all layers below each layer, [L + 1]: of all keys for `kv` and `dkv`, per key for
-    `attention`, per kept cell for the others."""
+    """Cumulative bytes of all layers below each layer, [L + 1]: of all keys for `kv` and `dkv`, per
+    key for `attention`, per saved cell for `wide` and `narrow`."""
 
     kv: Array
     dkv: Array
@@ -85,7 +87,7 @@ class Sums:
 
 
 class CellSeconds:
-    """Seconds of the cells of one chunk size with K, V on the host, shared by all kinds of rank."""
+    """Seconds of every cell at one chunk size with K, V on the host, for all kinds of rank."""
 
     def __init__(
         self, question: Question, schedule: Schedule, model: ModelSpec, rank: Rank
@@ -128,7 +130,7 @@ class CellSeconds:
 
     @cached_property
     def values(self) -> Array:
-        """Seconds of the head without a gradient."""
+        """Seconds of the head without its gradient, [chunks]."""
         return self._in_line(partial(Head, gradient=False))
 
     @cached_property
@@ -162,8 +164,8 @@ class CellSeconds:
 
 
 class CellPrices:
-    """Prices and bytes of one kind of rank at one chunk size and one tier of K, V, shared by all
-    frames with these. By default the rank is one of the last stage, which has the head."""
+    """Prices and bytes of cells for one kind of rank, one chunk size and one tier of K, V. Grids
+    with these in common share them. The default rank is of the last stage, with the head."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class CellPrices:
         kind: RankKind | None = None,
         like: "CellPrices | None" = None,
     ) -> None:
-        """Price the cells; `like`, of another kind of rank of the same schedule, shares seconds."""
+        """Price the cells; `like`, the prices of another kind of rank, lends its seconds."""
         kind = kinds_of(question, schedule)[-1] if kind is None else kind
         layout = question.layout
         chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
@@ -199,7 +201,7 @@ class CellPrices:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole sequence that the rank has."""
+        """Number of tokens of the whole sequence on this rank."""
         return self.share.tokens.total
 
     @cached_property
@@ -212,25 +214,25 @@ class CellPrices:
     def update(self) -> float:
         return update_seconds(self.question)
 
-    # -- what frames have in common -------------------------------------------------------------
+    # -- arrays that grids share -----------------------------------------------------------------
 
     def once(self, key: tuple[object, ...], make: Callable[[], Array]) -> Array:
-        """Return the array that frames with this key share, computed once."""
+        """Return the array cached under `key`; call `make` for it the first time."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def latest(self, chunks: NDArray[np.int64]) -> Array:
-        """Return the tokens of the sequence's last `chunks` chunks, one number per choice, [F]."""
+        """Return the number of tokens in the last `chunks` chunks of the sequence, [F]."""
         return np.asarray(self._latest[chunks])
 
     def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
-        """Return the keys of the latest `chunks` chunks, [F]."""
+        """Return the number of keys in the last `chunks` chunks of the sequence, [F]."""
         return np.asarray(self._latest_keys[chunks])
 
     def cells(self, chunks: NDArray[np.int64]) -> Array:
-        """Return the latest `chunks` chunks' cells in units of the first chunk's, of any shape. A
-        cell's bytes grow with its chunk, so unequal chunks count by their tokens."""
+        """Return the size of the last `chunks` chunks' cells, in cells of the first chunk; any
+        shape. A cell's bytes grow with its chunk, so unequal chunks count by their tokens."""
         if self.are_equal:
             return np.asarray(chunks, dtype=np.float64)
         return np.asarray(self._latest[chunks] / self.sizes[0])
@@ -257,7 +259,7 @@ class CellPrices:
         return row_bytes(kind, self.model, spec, self.run.batch)
 
     def cell_bytes(self, spec: LayerSpec, *, with_attention: bool) -> int:
-        """Return the bytes of one kept cell of activations without the layer's input."""
+        """Return the bytes of the activations that one cell saves, without the layer's input."""
         start, stop = self.share.cells[0]
         layout = self.question.layout
         return activation_cell_bytes(
@@ -271,7 +273,7 @@ class CellPrices:
 
     @cached_property
     def clear(self) -> float:
-        """Seconds of zeroing dK, dV of every layer, or the slot that supplies zeros to the host."""
+        """Seconds of zeroing dK, dV of every layer, or the slot of zeros copied to the host."""
         on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
         rows = keys.most if on_host else keys.total
         sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]

@@ -26,16 +26,15 @@ from farspan.spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Seconds and bytes of one device's collectives."""
+    """Seconds that one device spends in collectives."""
 
     question: Question
 
     def forward(
         self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
     ) -> float:
-        """Return the seconds of a forward cell's collectives, without the ring's. `tokens` is the
-        device's share of the chunk. In `pieces` the exchange of heads overlaps with `work` seconds
-        of attention."""
+        """Seconds of collectives in a cell's forward, without the ring's. `tokens` is the device's
+        share of the chunk. Heads exchanged in `pieces` overlap with `work` seconds of attention."""
         query, kv, out = _elements(spec)
         if mode is AttentionMode.NONE:
             # Only K, V are computed, from gathered tokens, and become heads.
@@ -48,15 +47,15 @@ class Collectives:
         return heads + self._shards_forward(spec, tokens) + tensor
 
     def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
-        """Return the seconds of a backward cell's collectives, without the ring's."""
+        """Return the seconds of collectives in a cell's backward, without the ring's."""
         query, kv, out = _elements(spec)
         # The two inputs gathered again for weight gradients travel while a product runs.
         heads = self._exchange(tokens, out, query + kv, pieces, work)
         return heads + self._tensor(tokens, passes=4) + self._shards_backward(spec, tokens)
 
     def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
-        """Return the seconds of passing K, V of the tokens before `stop` around the ring, without
-        the device's own part; the backward adds dK, dV. Attention to earlier parts overlaps."""
+        """Seconds of passing K, V of the tokens before `stop` around the ring, beside attention.
+        The device's own part is not sent; the backward passes dK, dV too."""
         layout = self.question.layout
         if layout.ring == 1:
             return 0.0
@@ -78,9 +77,8 @@ class Collectives:
         return self._cut(elements * element_bytes)
 
     def boundary(self, tokens: int) -> float:
-        """Return the seconds of sending x of a chunk to the next pipeline stage, or its gradient
-        back. `tokens` is the device's share. If a stage fills a node, the next is on another
-        node."""
+        """Seconds of sending a chunk's hidden states to the next pipeline stage, or their gradient
+        back. `tokens` is the device's share. A stage that fills a node sends to another node."""
         layout, machine = self.question.layout, self.question.machine
         if layout.pipeline == 1:
             return 0.0
@@ -90,8 +88,8 @@ class Collectives:
         return machine.latency + size / rate
 
     def replicas(self, elements: int, element_bytes: int) -> float:
-        """Return the seconds of the all-reduce of gradients over the devices with the same weights.
-        It is 0 with FSDP, whose reduce-scatter does this."""
+        """Return the seconds of the all-reduce of gradients over devices with equal weights; 0 with
+        FSDP, whose reduce-scatter includes it."""
         layout = self.question.layout
         if layout.fsdp:
             return 0.0
@@ -101,8 +99,8 @@ class Collectives:
     # -- one kind each ---------------------------------------------------------------------------
 
     def _exchange(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
-        """Return the seconds that attention does not hide of the all-to-alls before and after it;
-        `into` and `out` are elements a token."""
+        """Return the seconds of the all-to-alls around attention that do not overlap with it;
+        `into` and `out` are elements per token, before and after attention."""
         if self.question.layout.ulysses == 1:
             return 0.0
         later = (pieces - 1) * self.question.machine.latency  # each piece has its own latency
@@ -110,14 +108,14 @@ class Collectives:
         return exposed(before, work, after, pieces)
 
     def _ulysses(self, tokens: int, *elements: int) -> float:
-        """Return the seconds of the all-to-alls, one for each entry of `elements` (elements per
-        token). They turn all heads of some tokens into some heads of all tokens, or back."""
+        """Return the seconds of Ulysses' all-to-alls, one for each entry of `elements` (elements
+        per token). Each turns all heads of some tokens into some heads of all tokens, or back."""
         ranks, row = self.question.layout.ulysses, self._batch() * tokens * self._width()
         stride = self.question.layout.tensor
         return sum(self._over(ranks, row * count, stride) for count in elements)
 
     def _shards_forward(self, spec: LayerSpec, tokens: int) -> float:
-        """Seconds of gathering queries and returning partial results in the accumulate dtype."""
+        """Seconds of gathering q and returning partial outputs in the accumulate dtype."""
         query, _, out = _elements(spec)
         return self._shards(tokens, query * self._width(), out * self._wide())
 
@@ -127,7 +125,7 @@ class Collectives:
         return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
 
     def _shards(self, tokens: int, *rows: int) -> float:
-        """Seconds of all-gathers or reduce-scatters among a chunk's shards; `rows` are bytes."""
+        """Seconds of a collective per entry of `rows` (bytes per token) among the shards."""
         layout = self.question.layout
         size = self._batch() * tokens * layout.shards
         stride = layout.tensor * layout.ulysses
@@ -150,8 +148,9 @@ class Collectives:
         return self._over(fsdp_ranks(self.question), size / layout.tensor, layout.tensor, same=True)
 
     def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
-        """Seconds of moving `size` bytes, of which each device keeps 1 / ranks. The ranks lie
-        `stride` apart. If all of a node get the `same` bytes, each brings a part into the node."""
+        """Return the seconds of a collective that moves `size` bytes, of which each device keeps 1
+        / ranks. The ranks lie `stride` apart. With `same`, all devices of a node get the same
+        bytes, and each brings one part into the node."""
         if ranks == 1:
             return 0.0
         machine = self.question.machine
@@ -178,9 +177,9 @@ def _elements(spec: LayerSpec) -> tuple[int, int, int]:
 
 
 def exchange_bytes(question: Question, chunk: int) -> int:
-    """Device bytes of what is on its way to or from other devices when most is, beside the buffers
-    of the program; `chunk` is the device's share of a chunk, in tokens. Each kind is counted at its
-    fullest and all at one time:
+    """Return the peak device bytes of messages between devices, outside the program's buffers.
+    `chunk` is the device's share of a chunk, in tokens. Each kind of message is counted at its
+    peak, and all at one time:
 
     - Ulysses: q, K, V and O, once packed to be sent and once received;
     - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums
@@ -211,7 +210,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
 
 
 def fsdp_ranks(question: Question) -> int:
-    """Return the number of devices that weights, gradients and optimizer states are cut over."""
+    """Number of devices that share weights, gradients and optimizer states by FSDP."""
     layout = question.layout
     if not layout.fsdp:
         return 1

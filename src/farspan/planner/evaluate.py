@@ -56,7 +56,7 @@ from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks that run alike."""
+    """Ranks with equal programs: all ranks, or pipeline stages with equal layers."""
 
     rank: Rank  # the rank of this kind that is built
     layers: Range  # layers that the rank runs
@@ -65,12 +65,11 @@ class RankKind:
 
     @property
     def is_stage(self) -> bool:
-        """Return whether the ranks are stages of a pipeline."""
         return self.rank.layout.pipeline > 1
 
     @property
     def is_first(self) -> bool:
-        """Return whether the ranks embed."""
+        """Return whether the ranks have the embedding."""
         return self.rank.along["pipeline"] == 0
 
     @property
@@ -80,7 +79,7 @@ class RankKind:
 
 
 def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
-    """Return the kinds of rank, by first stage. Raises UnsupportedError for impossible groups."""
+    """Return the kinds of rank by first stage. Raises UnsupportedError for impossible groups."""
     layout, layers = question.layout, question.model.layers
     groups = group_ranges(schedule, len(layers), layout.pipeline)
     widest = max(stop - start for start, stop in groups)
@@ -99,7 +98,7 @@ def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
 
 
 def part_of(question: Question, kind: RankKind) -> Question:
-    """Return the question about one kind of rank: its layers, and modules outside the layers."""
+    """Return the question with the layers of one kind of rank; modules outside the layers stay."""
     return replace(question, model=stage_model(question.model, kind.layers))
 
 
@@ -123,14 +122,14 @@ def with_layers(model: ModelSpec, layers: Sequence[int]) -> ModelSpec:
 
 
 def most_layers(question: Question) -> int:
-    """Return the layers of the largest rank, with stages as equal as possible."""
+    """Return the number of layers on the largest rank, with stages as equal as possible."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = group_ranges(Schedule(groups=layers), layers, stages)
     return max(stop - start for start, stop in ranges)
 
 
 def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule with one group per pipeline stage, unless it defines its own stages."""
+    """Return the schedule with one group per pipeline stage, unless its groups are stages."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     if stages == 1:
         return schedule
@@ -139,16 +138,16 @@ def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule as its longest pipeline stage sees it: all its layers in one group."""
+    """Return the schedule of the longest pipeline stage: its layers in one group."""
     if question.layout.pipeline == 1:
         return schedule
     return replace(schedule, groups=(most_layers(question),))
 
 
 def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
-    """Return the schedule in the tokens of one device, with all heads at each token. Keys are cut
-    by heads, and a part of the heads at every key takes as many bytes as all heads at a part of the
-    keys; shards and rings ask for the keys that they hold in blocks of that size."""
+    """Return the schedule in tokens of one device, as if the device had all heads. Some heads at
+    every key take as many bytes as all heads at some keys, so Ulysses divides keys here; shards and
+    rings divide their own keys into blocks of that size."""
     among_heads = layout.ulysses * layout.tensor
     chunk, sparse = -(-schedule.chunk // layout.sequence()), schedule.sparse
     return replace(
@@ -176,7 +175,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return how many ranks of each kind a machine has, for each different set of counts."""
+    """Return the number of ranks of each kind on one machine, for every combination that occurs."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -192,11 +191,11 @@ def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int
 
 
 class RankWalk(Walk):
-    """Memory that cells allocate briefly on one rank, by walking through its program.
+    """Walk through one rank's program that counts the bytes its cells allocate.
 
-    A rank's cells take as much as on one device that has the rank's tokens and all heads. A stage
-    receives its input from another stage, and closes the modules outside the layers together with
-    all other stages: it contributes zeros for a weight of which it has no gradient.
+    A rank's cells take as much as those of one device with the rank's tokens and all heads. A
+    pipeline stage receives its input from another stage. All stages close the modules outside the
+    layers together: a stage without a gradient for such a weight contributes zeros.
     """
 
     def __init__(self, question: Question, program: Program) -> None:
@@ -246,7 +245,7 @@ DENSE = Schedule()
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """A kind of rank, its program, and the bytes that its cells allocate briefly."""
+    """One kind of rank with its program and the transient bytes of its cells."""
 
     kind: RankKind
     program: Program
@@ -256,8 +255,8 @@ class Walked:
 def programs(
     question: Question, schedule: Schedule, walked: Sequence[int] | None = None
 ) -> list[tuple[RankKind, Program]]:
-    """Return the program of each kind of rank; for `walked` see `build_program`. Raises
-    UnsupportedError when the groups do not fit."""
+    """Return every kind of rank with its program; for `walked` see `build_program`. Raises
+    UnsupportedError if the groups do not fit the model."""
     model, run, is_cut = question.model, question.run, question.loss.is_cut
     return [
         (kind, build_program(model, run, schedule, kind.rank, walked=walked, is_cut=is_cut))
@@ -268,7 +267,7 @@ def programs(
 def walk(
     question: Question, schedule: Schedule, walked: Sequence[int] | None = None
 ) -> tuple[Walked, ...]:
-    """Return the walked programs of all kinds of rank."""
+    """Return every kind of rank with its program and transient bytes."""
     return tuple(
         Walked(kind, program, RankWalk(question, program).run().transient)
         for kind, program in programs(question, schedule, walked)
@@ -279,8 +278,8 @@ ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: t
 
 
 def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
-    """Return a few chunks whose program has the same peak as all: the first and last of each run of
-    chunks that keep the same tensors. None: all chunks, as where queries choose pages."""
+    """Return a few chunks with the same peak as all: the first and last of each run of chunks that
+    save the same tensors. None stands for all chunks, needed if queries choose pages."""
     if schedule.sparse is not None:
         return None
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
@@ -295,8 +294,8 @@ def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """Programs of all kinds of rank with their memory: the fullest device, and a rank's share of
-    main memory on the machine whose ranks take the most together."""
+    """Programs of all kinds of rank with the memory that they take. `device` is the fullest
+    device's budget; `host` is one rank's share on the machine with the most bytes in use."""
 
     walked: tuple[Walked, ...]
     device: Budget
@@ -312,24 +311,24 @@ class Sized:
 
 
 def outlined(question: Question, schedule: Schedule) -> Sized:
-    """Return `size` from outlines of the programs, in a tenth of the time. The bytes are the same
-    unless buffers with equally long lifetimes are placed in another order."""
+    """Return `size` from programs of a few chunks (outlines), in a tenth of the time. The bytes are
+    the same unless buffers with equally long lifetimes are placed in another order."""
     return _sized(question, walk(question, schedule, telling_chunks(question, schedule)))
 
 
 def size(question: Question, schedule: Schedule) -> Sized:
-    """Return the programs of a schedule with their bytes, without computing their time."""
+    """Return the programs of a schedule and the memory that they take; no time is computed."""
     return _sized(question, walk(question, schedule))
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """Return `size`, from outlines where these are certain to have the same bytes."""
+    """Return `size`, from outlines if their bytes are certain to be the same."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 
 
 def _is_packed(program: Program) -> bool:
-    """Return whether the arenas have no gap if the largest buffers are placed first."""
+    """Return whether buffers fill the arenas without a gap when the largest are placed first."""
     for tier in Tier:
         held = (buffer for buffer in program.buffers.values() if buffer.tier is tier)
         requests = [PlacementRequest(b.bytes, b.born, b.dies) for b in held]
@@ -353,7 +352,9 @@ def evaluate(
     question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
 ) -> Plan:
     """Return the plan of a schedule: bytes on each tier, seconds of the slowest rank, its
-    bottleneck.
+    bottleneck. A schedule that does not fit cannot run, so it is not simulated: its time is the
+    busiest lane's where copies overlap with computation. (Eight strategies of Llama-3-70B at 16M
+    tokens have a million instructions.)
 
     A schedule that does not fit cannot run, so its lanes are not simulated: its time is the busiest
     lane's where copies overlap with computation. (Eight strategies of Llama-3-70B at 16M tokens
@@ -377,8 +378,8 @@ def composed_seconds(
     question: Question, schedule: Schedule
 ) -> tuple[float, float, tuple[Program, ...]]:
     """Seconds of a step with overlapping lanes and no update, the seconds that it waits for an
-    overlapping update, and the programs that were priced: the step's and that of a reference. The
-    programs have fewer layers (`timeline.Fold`). Works for a single pipeline stage only."""
+    overlapping update, and the programs that were timed: the step's and an evaluated reference's.
+    They have fewer layers (`timeline.fold`). Pipelines are not supported."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)
@@ -394,13 +395,13 @@ def composed_seconds(
 
 
 def _reference(question: Question, program: Program) -> Program:
-    """Program of the reference's forward, which runs before the step in the same memory."""
+    """Program of the reference model's forward, which runs before the step."""
     arguments = question.model, question.run, program.schedule, program.share.rank
     return build_evaluation(*arguments)
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
-    """Return the program and seconds of the kind of rank that a step waits for."""
+    """Return the program and seconds of the slowest kind of rank, for which the others wait."""
     found = (
         (one.program, step_seconds(question, one.program, simulated=sized.fits))
         for one in sized.walked
@@ -409,7 +410,7 @@ def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
 
 
 def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by part on device and host at their fullest moments, for one kind of rank."""
+    """Return the peak bytes of one kind of rank on device and on host, each by cause."""
     program, part = walked.program, part_of(question, walked.kind)
     held = states(part, own_ranges(program))
     own = own_schedule(program.schedule, question.layout)
@@ -448,10 +449,10 @@ def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict
 
 
 def momentary(question: Question, program: Program) -> int:
-    """Return the device bytes that a rank holds for a moment beside its program's buffers.
+    """Return the device bytes that a rank allocates briefly outside its program's buffers.
 
-    Cells and their workspace, messages, and weights that are gathered for an open group; less than
-    0 where cells are fullest before all gradients exist.
+    Counts cells and their workspace, messages, and gathered weights of an open group. Negative if
+    cells peak before all gradients exist.
     """
     stage = program.share.rank.along["pipeline"]
     kinds = kinds_of(question, program.schedule)
@@ -463,7 +464,6 @@ def momentary(question: Question, program: Program) -> int:
 
 
 def _joined(*parts: dict[str, int]) -> dict[str, int]:
-    """Return one budget from parts with distinct names."""
     found: dict[str, int] = {}
     for part in parts:
         assert not found.keys() & part.keys(), found.keys() & part.keys()
@@ -484,7 +484,7 @@ def _total(parts: dict[str, int]) -> int:
 def _together(
     question: Question, kinds: Sequence[RankKind], parts: Sequence[dict[str, int]]
 ) -> dict[str, int]:
-    """Return a rank's share of the memory of the machine whose ranks take the most together."""
+    """Return a rank's share of the memory in use on the fullest machine, by cause."""
     near = question.near()
 
     def shares(counts: tuple[int, ...]) -> dict[str, int]:
@@ -510,8 +510,8 @@ def _limited(
 
 
 def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
-    """Return the bytes of each kind of buffer at the tier's fullest moment. Slots, which serve any
-    layer, and bytes that the placement leaves unused are parts of their own."""
+    """Return the bytes of each kind of buffer while the tier is at its peak. Staging slots, and
+    bytes lost between buffers, are causes of their own."""
     live: dict[str, int] = {}
     total = most = 0
     fullest: dict[str, int] = {}
@@ -531,8 +531,8 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
 
 
 def step_seconds(question: Question, program: Program, *, simulated: bool = True) -> Seconds:
-    """Return the seconds of one step with its update on the program's rank, with copies issued as
-    the machine's engine does; for `simulated` see `run_time`."""
+    """Return the seconds of one step with its update on the program's rank. Copies overlap if the
+    machine's engine does so; for `simulated` see `run_time`."""
     beside = update_overlaps(question)
     line, sent = _line(question, program, beside=beside, simulated=simulated)
     groups = [program.groups[group] for group in program.own_groups()]
@@ -559,7 +559,7 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
 def _line(
     question: Question, program: Program, *, beside: bool, simulated: bool
 ) -> tuple[Timeline, float]:
-    """A program's timeline, stretched by waits between stages, and the seconds that stages send."""
+    """Timeline of a program including waits between pipeline stages, and seconds of messages."""
     prices = Prices(question, program, together=question.overlap)
     line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
     tokens = (stop - start for start, stop in program.share.tokens.rows)
@@ -571,9 +571,9 @@ _OF_NO_CHUNK = (Allocate, Free, Clear, Close, Gather, Reduce, Release)
 
 
 def _waiting(question: Question, prices: Prices) -> float:
-    """Return the factor by which stages that wait for each other stretch a step. A stage begins
-    when the first chunk comes through the stage before, and the slowest chunk sets the pace: passes
-    over chunks that take t take sum(t) + (stages - 1) max(t)."""
+    """Return the factor by which waits between pipeline stages stretch a step. A stage begins when
+    the first chunk leaves the stage before, and the slowest chunk sets the pace: passes over chunks
+    that take t take sum(t) + (stages - 1) max(t)."""
     stages, program = question.layout.pipeline, prices.program
     if stages == 1:
         return 1.0
@@ -595,9 +595,8 @@ def _bound(line: Timeline) -> str:
 
 
 def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
-    """Return the FLOP of a step that MFU counts: three times a forward without recomputation, or
-    twice where weights are frozen. Attention counts the keys that a query sees (half under
-    a causal mask); embeddings are looked up, not multiplied."""
+    """FLOP of a step that MFU counts: three forwards without recomputation, two for frozen weights.
+    Attention counts keys that a query sees (half under a causal mask); embeddings count nothing."""
     model, run = question.model, question.run
     tokens = run.batch * run.tokens
     head = 3.0 if model.outer_trainable() else 2.0

@@ -1,6 +1,6 @@
 """Decide whether schedules fit, without building their programs.
 
-By their bounds: whether any schedule of a family fits, and which leaves the most of each tier.
+By their bounds: whether any schedule of a grid fits, and which leaves the most of each tier.
 
 By a close look at one schedule: its arenas are those of its bounds except for padding. The brief
 allocations of its cells come from the program of a few representative chunks: the latest of each
@@ -25,14 +25,14 @@ from farspan.planner.bounds import (
     FETCH,
     HOST,
     TIERS,
-    Family,
-    Frames,
     Peaks,
-    all_frames,
+    RankGrids,
+    ScheduleGrid,
     differing,
-    frames_of,
+    grid_of,
     least,
     peaks,
+    rank_grids,
     seconds,
     tiers_of,
 )
@@ -51,84 +51,84 @@ from farspan.planner.evaluate import (
     useful_flop,
     whole_schedule,
 )
-from farspan.planner.pass_counts import Cuts, Kept
+from farspan.planner.pass_counts import GroupSplits, SaveCounts
 from farspan.planner.prices import rates_of
 from farspan.planner.request import Plan, Question, Seconds
-from farspan.planner.space import Cut, Space
+from farspan.planner.space import Space, Split
 from farspan.planner.states import states, update_overlaps
 from farspan.program.builder import build_program
 from farspan.program.program import Close, EmbedBackward, Program
 from farspan.spec import Objective, Reference, Schedule, Tier
 
 
-def families(
+def space_grids(
     question: Question, space: Space
-) -> Iterator[tuple[Family, Schedule, tuple[Cut, ...]]]:
-    """Yield every family of the space with the schedule that it shares and its cuts."""
-    cuts: dict[tuple[tuple[Cut, ...], RankKind], Cuts] = {}
+) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
+    """Yield the grids of the space on every kind of rank, with their schedule and splits."""
+    splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
-    kept: dict[int, Kept] = {}
+    saves: dict[int, SaveCounts] = {}
     chunk, like = 0, None
-    for schedule, sizes in space.families():
+    for schedule, sizes in space.grids():
         if schedule.chunk != chunk:
-            chunk, known_prices, kept, like = schedule.chunk, {}, {}, None
-        found = list[Frames]()
+            chunk, known_prices, saves, like = schedule.chunk, {}, {}, None
+        found = list[ScheduleGrid]()
         for kind in kinds_of(question, replace(schedule, groups=sizes[0])):
             key = schedule.kv, kind.rank
             if key not in known_prices:
                 known_prices[key] = CellPrices(question, schedule, kind, like)
             like = known_prices[key]
             own = ((len(like.model.layers),),) if kind.is_stage else sizes
-            own_cuts = cuts.get((own, kind)) or Cuts(like.question, own, kind)
+            own_splits = splits.get((own, kind)) or GroupSplits(like.question, own, kind)
             count = len(like.chunks)
-            pairs = kept.get(count) or _kept_pairs(space, count)
-            cuts[own, kind], kept[count] = own_cuts, pairs
+            pairs = saves.get(count) or _save_counts(space, count)
+            splits[own, kind], saves[count] = own_splits, pairs
             own_groups = replace(schedule, groups=sizes[0]) if kind.is_stage else schedule
-            found.append(Frames(like, own_groups, own_cuts, pairs))
+            found.append(ScheduleGrid(like, own_groups, own_splits, pairs))
         yield tuple(found), schedule, sizes
 
 
-def _kept_pairs(space: Space, chunks: int) -> Kept:
-    """Return every pair of fractions, in whole chunks."""
+def _save_counts(space: Space, chunks: int) -> SaveCounts:
+    """Return every pair of the space's save fractions as numbers of chunks."""
     attention = sorted({round(part * chunks) for part in space.attention})
     graphs = sorted({round(part * chunks) for part in space.activations})
     pairs = np.array([(a, b) for a in attention for b in graphs], dtype=np.int64)
-    return Kept(pairs[:, 0], pairs[:, 1], chunks)
+    return SaveCounts(pairs[:, 0], pairs[:, 1], chunks)
 
 
-def taken(family: Family, of: Callable[[Frames], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Bytes of a family, including messages in flight and kernels' workspaces: those of the fullest
-    device and a rank's share of main memory; and those of every kind of rank's device."""
-    each = [of(frames) for frames in family]
-    for found, frames in zip(each, family, strict=True):
-        found.device += frames.cell_prices.passing
+def taken(grids: RankGrids, of: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
+    """Bytes of the fullest device and of a rank's share of main memory, both [K, F, T], and of each
+    kind of rank's device, [kinds, K, F, T], with messages and kernels' workspaces."""
+    each = [of(grid) for grid in grids]
+    for found, grid in zip(each, grids, strict=True):
+        found.device += grid.cell_prices.passing
     if len(each) == 1:
         return each[0], each[0].device[None]
     devices = np.stack([found.device for found in each])
     hosts = np.stack([found.host for found in each])
-    return Peaks(fullest(family, devices), together(family, hosts)), devices
+    return Peaks(fullest(grids, devices), together(grids, hosts)), devices
 
 
-def fullest(family: Family, devices: Array) -> Array:
-    """Return the device bytes of the fullest kind of rank; kinds come first. Where both tiers are
-    one memory, return a rank's share."""
-    if family[0].cell_prices.question.machine.unified:
-        return together(family, devices)
+def fullest(grids: RankGrids, devices: Array) -> Array:
+    """Return the device bytes of the kind of rank that takes the most; `devices` is [kinds, ...].
+    On unified memory return a rank's mean share of one machine."""
+    if grids[0].cell_prices.question.machine.unified:
+        return together(grids, devices)
     return np.asarray(devices.max(axis=0))
 
 
-def together(family: Family, sizes: Array) -> Array:
-    """Return a rank's share of the memory of one machine's ranks; kinds of rank come first."""
-    if len(family) == 1:
+def together(grids: RankGrids, sizes: Array) -> Array:
+    """Return a rank's mean share of one machine's memory; `sizes` is [kinds, ...]."""
+    if len(grids) == 1:
         return np.asarray(sizes[0])
-    question, kinds = family[0].cell_prices.question, [frames.cuts.kind for frames in family]
+    question, kinds = grids[0].cell_prices.question, [grid.splits.kind for grid in grids]
     counts = np.array(on_machines(question, kinds), dtype=np.float64) / question.near()
     return np.asarray(np.tensordot(counts, sizes, axes=1).max(axis=0))
 
 
-def slowest(family: Family, *, in_line: bool = False) -> Array:
+def slowest(grids: RankGrids, *, in_line: bool = False) -> Array:
     """Return the lower bound of a step's seconds on the slowest rank, [K, F, T]; see `seconds`."""
-    return np.asarray(np.max([seconds(frames, in_line=in_line) for frames in family], axis=0))
+    return np.asarray(np.max([seconds(grid, in_line=in_line) for grid in grids], axis=0))
 
 
 def limits(question: Question) -> tuple[int, int]:
@@ -140,29 +140,29 @@ def limits(question: Question) -> tuple[int, int]:
 
 
 def room(question: Question, device: Array, host: Array) -> Array:
-    """Return the free share of the fuller tier."""
+    """Return the free fraction of the tier with the least left; negative if a tier overflows."""
     first, second = limits(question)
     if question.machine.unified:
         return np.asarray(1 - (device + host) / first)
     return np.asarray(np.minimum(1 - device / max(1, first), 1 - host / max(1, second)))
 
 
-def may_fit(family: Family, device: Array, host: Array) -> NDArray[np.bool_]:
-    """Return the choices that fit by these bytes, [K, F, T]; of equal schedules only the first."""
-    fits = room(family[0].cell_prices.whole, device, host) >= 0
-    return np.asarray(fits & differing(family[-1]) if fits.any() else fits)
+def may_fit(grids: RankGrids, device: Array, host: Array) -> NDArray[np.bool_]:
+    """Return the choices that fit by these bytes, [K, F, T], and repeat no earlier choice."""
+    fits = room(grids[0].cell_prices.whole, device, host) >= 0
+    return np.asarray(fits & differing(grids[-1]) if fits.any() else fits)
 
 
-def any_may_fit(family: Family) -> bool:
-    """Return whether any choice may fit, by the bytes that every choice takes."""
-    found, _ = taken(family, least)
-    return bool((room(family[0].cell_prices.whole, found.device, found.host) >= 0).any())
+def any_may_fit(grids: RankGrids) -> bool:
+    """Return whether any choice may fit, by bytes that no choice can avoid."""
+    found, _ = taken(grids, least)
+    return bool((room(grids[0].cell_prices.whole, found.device, found.host) >= 0).any())
 
 
-def fitting(family: Family) -> NDArray[np.bool_]:
-    """Return the choices that may fit by their bounds, [K, F, T]."""
-    found, _ = taken(family)
-    return may_fit(family, found.device, found.host)
+def fitting(grids: RankGrids) -> NDArray[np.bool_]:
+    """Return the choices whose bounds of memory fit, [K, F, T]."""
+    found, _ = taken(grids)
+    return may_fit(grids, found.device, found.host)
 
 
 def states_do_not_fit(question: Question) -> bool:
@@ -181,11 +181,10 @@ def states_do_not_fit(question: Question) -> bool:
 
 
 def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
-    """Return the `count` schedules whose fuller tier has the most left by its bounds, at most one
-    for each cut and set of switches."""
+    """Return the `count` schedules with the most free memory, one per split and switches."""
     found = []
-    for family, schedule, sizes in families(question, space):
-        bytes_, _ = taken(family)
+    for grids, schedule, sizes in space_grids(question, space):
+        bytes_, _ = taken(grids)
         free = room(question, bytes_.device, bytes_.host)
         free = free.reshape(len(free), -1)
         for k, index in enumerate(free.argmax(axis=1)):
@@ -201,23 +200,23 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes to spare on the device and on its share of the host, negative if it does not fit."""
+    """Bytes to spare on the device and on its share of the host, negative if too small."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 
 
 def fits(question: Question, schedule: Schedule) -> bool:
-    """Return whether the schedule fits, by its bounds and then by an outline of its program."""
-    found, _ = taken(all_frames(question, schedule))
+    """Return whether the schedule fits, by its bounds and by its program of a few chunks."""
+    found, _ = taken(rank_grids(question, schedule))
     tiers = tiers_of(schedule)
     free = room(question, found.device[..., tiers], found.host[..., tiers])
     return bool(free.min() >= 0) and min(left(question, schedule)) >= 0
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """Return the representative chunks: the latest of each run that keeps the same, and one more of
-    the earliest run, which runs backward when all layers have gradients. With unequal chunks the
-    `first` too, which is the longest."""
+    """Return the representative chunks: the latest of each run of chunks that save the same
+    tensors, and one more of the earliest run, which runs backward when all layers have gradients.
+    `first` adds the first chunk, the longest of unequal chunks."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])
@@ -227,8 +226,8 @@ def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> 
 def transient(
     cell_prices: CellPrices, schedule: Schedule, attention: int, graphs: int, walked: Sequence[int]
 ) -> int:
-    """Return the bytes that cells of the rank allocate briefly, as `Peak.transient`, in the
-    `walked` chunks. The latest `attention` and `graphs` chunks keep O and LSE, and activations."""
+    """Peak bytes that cells allocate briefly in the `walked` chunks (`Peak.transient`). The latest
+    `attention` chunks save O and LSE, the latest `graphs` chunks activations."""
     chosen = replace(
         schedule,
         attention_save_fraction=latest_fraction(cell_prices.chunks, attention),
@@ -238,9 +237,9 @@ def transient(
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
-    """Return the least bytes of gradients, their sums and the last backward of the embedding. They
-    depend on the schedule's chunk only; a stage of a pipeline returns 0. All layers have gradients
-    at that moment, and those of the first group, which has at least one, still have their sums."""
+    """Lower bound of the bytes of gradients and fp32 sums in the last backward of the embedding. It
+    depends on the chunk size only; 0 for a pipeline stage. At that moment all layers have
+    gradients, and the first group, of at least one layer, still has its sums."""
     if cell_prices.kind.is_stage:
         return 0
     layers, chunks = len(cell_prices.model.layers), len(cell_prices.chunks)
@@ -254,7 +253,7 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 
 
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
-    """Return a walk through the program's outline with the `walked` chunks."""
+    """Return a memory walk through an outline of the program that has only the `walked` chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
     arguments, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
     program = build_program(*arguments, walked=walked, is_cut=is_cut)
@@ -269,29 +268,29 @@ def latest_fraction(chunks: Chunks, count: int) -> float:
 
 
 def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    """Return the plan of `evaluate` in a fraction of its time; see `composed`."""
+    """Return the same plan as `evaluate` in a fraction of the time; see `composed`."""
     return composed(question, strategy, schedule, outlined(question, schedule))[0]
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
-    """Seconds, with the plan's schedule, of one pass over a mean of token losses, of a step of the
-    plan's loss whose reference was evaluated before, and of a step with its reference."""
+    """Seconds of three steps with the plan's schedule: with a mean of token losses, with the plan's
+    loss and a reference evaluated earlier, and with the reference evaluated in the step."""
     question = plan.question
-    alone = replace(question.loss, reference=Reference.STORED)
-    losses = Objective(), alone if question.loss.evaluates else question.loss, question.loss
-    one, cut, whole = (
+    stored = replace(question.loss, reference=Reference.STORED)
+    losses = Objective(), stored if question.loss.evaluates else question.loss, question.loss
+    one, alone, whole = (
         plan_of(replace(question, loss=loss), plan.strategy, plan.schedule).seconds.total
         for loss in losses
     )
-    return one, cut, whole
+    return one, alone, whole
 
 
 def composed(
     question: Question, strategy: str, schedule: Schedule, sized: Sized
 ) -> tuple[Plan, tuple[Program, ...]]:
-    """Return the plan of an outline, as `evaluate` does, and the programs that were built for its
-    time. Lanes' seconds are counted; if they overlap and the plan fits, a program of fewer layers
-    gives the step's time. Programs of a pipeline or with sparse attention are walked whole."""
+    """Return the same plan as `evaluate` from an outline, and the programs built to time it. If
+    lanes overlap and the plan fits, a program of fewer layers is simulated; otherwise the seconds
+    of each lane are added up. Pipelines and sparse attention are simulated whole."""
     if question.layout.pipeline > 1 or schedule.sparse is not None:
         whole = size(question, schedule) if schedule.sparse is None else sized
         return evaluate(question, strategy, schedule, whole), whole.programs
@@ -315,9 +314,9 @@ def composed(
 
 
 def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
-    """Seconds of one pipeline stage: the busiest lane's, or all lanes' if nothing overlaps."""
-    frames, tiers = frames_of(question, schedule), tiers_of(schedule)
-    work, copies = frames.lanes
+    """Seconds of a step on one stage: the busiest lane's, or all lanes' without overlap."""
+    grid, tiers = grid_of(question, schedule), tiers_of(schedule)
+    work, copies = grid.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]
     fetched, evicted = (float(copies[0, way, :, 0] @ on_host) for way in range(2))
     busy = {
@@ -331,9 +330,9 @@ def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
     bounds = {name: busy[lane] for lane, name in names.items()}
     bounds["link"] = max(busy["fetch"], busy["evict"])
     total, alone = (
-        float(price(frames)[0, 0, tiers]) for price in (seconds, partial(seconds, update=False))
+        float(price(grid)[0, 0, tiers]) for price in (seconds, partial(seconds, update=False))
     )
-    beside, update = update_overlaps(question), frames.cell_prices.update
+    beside, update = update_overlaps(question), grid.cell_prices.update
     return Seconds(
         total=total,
         optimizer=total - alone if beside else update,

@@ -122,7 +122,9 @@ def names() -> tuple[str, ...]:
 
 
 def machine(name_or_path: str | Path) -> MachineSpec:
-    """Return the machine of a card's name, in any usual writing, or of a JSON file.
+    """Return the machine named by a card in any usual writing, or read from a JSON file. `4x4090`
+    is a machine with four cards. Raises UnsupportedError for an unknown name, naming close ones,
+    and for a file that is not a machine, naming the field.
 
     For `4x4090` the machine has four cards. Raises UnsupportedError for an unknown name, naming
     close ones, and for a file that is not a machine, naming the field.
@@ -134,7 +136,7 @@ def machine(name_or_path: str | Path) -> MachineSpec:
 
 
 def read(name_or_path: str | Path) -> MachineFile:
-    """Return the machine with the sources of its numbers; see `machine`."""
+    """Return the machine, and the source of each of its numbers; see `machine`."""
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name.lower() not in _presets() and (path.suffix == ".json" or os.path.isfile(path)):
@@ -143,7 +145,7 @@ def read(name_or_path: str | Path) -> MachineFile:
 
 
 def count_of(name: object) -> int | None:
-    """Return the number of cards in a name such as `8xh100`, or None."""
+    """Return the number of cards in a name such as `8xh100`, or None without one."""
     is_name = isinstance(name, str) and not os.path.isfile(Path(name).expanduser())
     return _counted(str(name))[0] if is_name else None
 
@@ -171,7 +173,7 @@ def _singular(name: str) -> str:
 
 
 def _words(name: str) -> tuple[tuple[str, ...], int | None]:
-    """Return the words of a card's name that distinguish it, sorted, and the GB in it."""
+    """Return the identifying words of a card's name, sorted, and its GB of memory if named."""
     text = name.lower()
     memory = _MEMORY.search(text)
     if memory is not None:
@@ -182,7 +184,7 @@ def _words(name: str) -> tuple[tuple[str, ...], int | None]:
 
 @cache
 def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
-    """Return the words of each preset's names, with the GB in them."""
+    """Return the identifying words of each preset's names, and its memory in GB."""
     return {
         name: dict(map(_words, (name, *values["gpu_names"], *values.get("aliases", ()))))
         for name, values in _raw_presets().items()
@@ -190,13 +192,13 @@ def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
 
 
 def _size(name: str) -> int:
-    """Return the GB of a preset's memory, from its datasheet."""
+    """Return the memory of a preset in GB, from its datasheet."""
     found = _MEMORY.search(_presets()[name].about.lower())
     return int(found[1]) if found else 0
 
 
 def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
-    """Return the presets with this name."""
+    """Return the presets that a card's name may mean."""
     found = [name for name, known in _known().items() if words in known]
     if memory is None and not found:  # `a100 80`
         sizes = [int(word) for word in words if word.isdecimal()]
@@ -211,7 +213,7 @@ def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
 
 
 def _preset_called(name: str) -> str:
-    """Return the preset with this name. Raises UnsupportedError with the presets it may mean."""
+    """Return the preset of a card's name. Raises UnsupportedError if several match."""
     if name.lower() in _presets():
         return name.lower()
     words, memory = _words(name)
@@ -249,24 +251,24 @@ def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str
 
 
 def _is_within(known: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Return whether a card's name, with its number, is among other words."""
+    """Return whether a card's name, including its number, occurs among other words."""
     return set(known) <= set(words) and any(map(str.isdecimal, known))
 
 
 def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
-    """Return the machine with `size` bytes of main memory, reserve included."""
+    """Return the machine with `size` bytes of main memory, the reserve included."""
     reserve = int(HOST_RESERVE * size)
     return replace(spec, host_bytes=size - reserve, host_reserve=reserve)
 
 
 def user_file() -> Path:
-    """Return the path of the file of this machine."""
+    """Return the path of the file that `farspan calibrate` writes for this machine."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "farspan" / "machine.json"
 
 
 def preset_of_gpu(gpu: str) -> str | None:
-    """Return the preset of a GPU by the name that its driver gives, or None."""
+    """Return the preset of the GPU that the driver reports by this name, or None."""
     for name, values in _raw_presets().items():
         if gpu in values["gpu_names"]:
             return name
@@ -318,7 +320,7 @@ def from_json(values: object, where: str) -> MachineFile:
 
 
 def contradictions(spec: MachineSpec) -> Iterator[str]:
-    """Yield a message for each impossible value, naming the field and the expected value."""
+    """Yield a message for each impossible number, naming the field and the expected value."""
     for dtype, rates in spec.rates.items():
         path = f"rates.{dtype}"
         for name in (*CURVES, *OTHER_CURVES):
@@ -352,7 +354,6 @@ def _curve_contradictions(path: str, name: str, curve: Curve, peak: float) -> It
 
 
 def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
-    """Yield messages for a softmax slower than its call, whose products would take no time."""
     forward = rates.softmax_forward, pair_seconds(rates.attention_forward, rates.head_dim)
     curve = rates.attention_backward
     backward = rates.softmax_backward, pair_seconds(curve, rates.head_dim, backward=True)
@@ -365,13 +366,13 @@ def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
 
 
 def pair_seconds(curve: Curve, head_dim: int, *, backward: bool = False) -> float:
-    """Seconds per query, key and head in the fastest attention call, softmax included."""
+    """Seconds per query, key and head of the fastest attention call, with softmax."""
     flop = 4.0 * head_dim * (BACKWARD_PRODUCTS if backward else 1.0)
     return flop / max(rate for _, rate in curve.points)
 
 
 def busy_words(spread: Mapping[str, float], cure: str = "run again") -> str | None:
-    """Return a warning for a machine that was busy while it was measured, or None."""
+    """Return a warning if other programs used the machine while it was measured, else None."""
     varied = sorted((name for name in spread if spread[name] > BUSY), key=lambda n: -spread[n])
     if not varied:
         return None
@@ -468,7 +469,7 @@ def _mapping(path: str, value: object, where: str) -> Mapping[str, Any]:
 
 
 def _rates_to_json(rates: Rates) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
+    """Return the fields of the rates that differ from their defaults."""
     values: dict[str, Any] = {}
     for f in fields(Rates):
         value = getattr(rates, f.name)
@@ -513,7 +514,7 @@ def _presets() -> dict[str, MachineFile]:
 
 
 def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
-    """Return a preset, with the values that it leaves out from the preset that it is like."""
+    """Return a preset; fields that it leaves out come from the preset that it names as similar."""
     base = _raw_presets()[values["like"]] if "like" in values else {}
     sources = {**base.get("sources", {}), **values["sources"]}
     found = {**base, **values, "name": name, "sources": sources}
@@ -522,7 +523,7 @@ def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
 
 
 def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
-    """Return the machine with the rates of deterministic attention, if asked for."""
+    """Return the machine with the rates of the kernels: deterministic attention is slower."""
     if not deterministic or machine.on_cpu:
         return machine
     rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}

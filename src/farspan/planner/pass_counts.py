@@ -1,14 +1,16 @@
-"""Count the work and traffic of many schedules at once: arrays of cuts into groups and of
-fractions.
+"""Count the work and traffic of many schedules at once: splits of the layers into groups, and
+fractions of chunks that are saved.
 
-A layer plays one of six roles: top of a group or below it, in the last group, in an earlier one, or
-in a pipeline stage that is not the last. What its cell of chunk c does follows from its role and
-from whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the
-last chunk. The same holds for what crosses a boundary between groups. All of it is read off small
-programs, which the passes write (program/passes.py): three groups of layers, and two chunks.
+A layer has one of six roles (`Role`): the top layer of its group or a layer below, in the last
+group, in an earlier one, or in a pipeline stage that is not the last. The role decides which
+instructions its cell of a chunk runs, together with three bits per chunk: its O and LSE are saved
+(`kept`), its activations are saved (`graph`), it is the last chunk. The same holds for copies
+between groups (`Boundary`). Counts are read off small programs, which the passes write
+(program/passes.py): three groups of layers, and two chunks.
 
 Shapes: F choices of (attention_save_fraction, activation_save_fraction), S spans of chunks. All
-chunks of a span are alike in every choice, so hundreds of chunks make only a few dozen spans.
+chunks of a span have the same three bits in every choice, so hundreds of chunks make only a few
+dozen spans.
 """
 
 from collections import Counter
@@ -36,7 +38,7 @@ Counts = NDArray[np.float64]
 
 
 class Role(IntEnum):
-    """Role of a layer in its group."""
+    """Position of a layer in its group, and of the group in the model."""
 
     INNER = 0
     TOP = 1
@@ -47,7 +49,7 @@ class Role(IntEnum):
 
 
 class Boundary(Enum):
-    """What lies above a boundary."""
+    """Part of the model that reads the hidden states passed across a boundary between groups."""
 
     EARLIER = "a group that is not the last"
     LAST = "the last group"
@@ -57,8 +59,8 @@ class Boundary(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """Number of the latest chunks that keep O and LSE, and activations, for F choices."""
+class SaveCounts:
+    """Numbers of latest chunks that save O and LSE, and that save activations, for F choices."""
 
     attention: NDArray[np.int64]  # [F]
     graphs: NDArray[np.int64]  # [F]
@@ -66,7 +68,7 @@ class Kept:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """First chunks of the spans, [S]; the last chunk is a span of its own."""
+        """First chunk of each span, [S]; the last chunk is always its own span."""
         borders = self.chunks - np.concatenate([self.attention, self.graphs, [self.chunks, 1]])
         return np.unique(borders[borders < self.chunks])
 
@@ -76,8 +78,8 @@ class Kept:
 
     @cached_property
     def cases(self) -> NDArray[np.int64]:
-        """The case of each span, [F, S]: 4 if it keeps O and LSE, 2 if it keeps a graph, and 1 if
-        it is the last chunk, added up."""
+        """Case of each span, [F, S]: the sum of 4 if O and LSE are saved, 2 if activations are
+        saved, and 1 for the last chunk."""
         chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
         return np.asarray(
@@ -86,8 +88,8 @@ class Kept:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Equal numbers, [F], for choices with the same kinds of chunks: both keep nothing,
-        something or everything of each tensor, and keep more chunks of the same tensor."""
+        """Class of each choice, [F]. Choices in one class save none, some or all chunks of each
+        tensor alike, and save more chunks of the same tensor."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -96,9 +98,9 @@ class Kept:
         return np.asarray(9 * share(self.attention) + 3 * share(self.graphs) + more)
 
     @cached_property
-    def without_graphs(self) -> "Kept":
+    def without_graphs(self) -> "SaveCounts":
         """The same choices in a last group of one layer, which keeps no graphs."""
-        return Kept(self.attention, np.zeros_like(self.graphs), self.chunks)
+        return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
 # -- what passes do, read off small programs ------------------------------------------------------
@@ -136,13 +138,13 @@ _SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """How often a place has an instruction for a chunk, [8] each: by `Kept.cases`. Places with the
-    same numbers share one object."""
+    """Number of instructions of each type per chunk, [8]: one per case (`SaveCounts.cases`). Roles
+    and boundaries with equal numbers share one object."""
 
     counts: dict[Act, Counts]
 
-    def of(self, act: Act, choices: Kept) -> Counts:
-        """Return the number for each chunk of a span, [F, S]."""
+    def of(self, act: Act, choices: SaveCounts) -> Counts:
+        """Return the number of instructions per chunk in each span, [F, S]."""
         return np.asarray(self.counts.get(act, np.zeros(8)).take(choices.cases))
 
     def of_type(self, instruction: type) -> list[Act]:
@@ -150,8 +152,8 @@ class Acts:
 
 
 def acts(place: Role | Boundary, schedule: Schedule, *, is_cut: bool = False) -> Acts:
-    """Return what passes do at a place, with x, attention and activations on the host: the least of
-    its layers. With `is_cut`, the backward waits for all of the head."""
+    """Instruction counts of one role or boundary, with x, attention and activations on the host;
+    the least where its layers differ. With `is_cut` the backward waits for the whole head."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), is_cut)
 
 
@@ -212,25 +214,25 @@ def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
-Part = tuple[Role, LayerSpec, bool]  # role, layer; True: the last group of its cut is one layer
+Part = tuple[Role, LayerSpec, bool]  # role, layer; True: the last group of its split is one layer
 EVERY = 8  # up to this many groups, the memory of each is computed
 
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of K cuts, one after the other, whose memory is computed. Arrays are [P, 1]."""
+    """P groups of K splits, one split after the other. Arrays are [P, 1] unless noted."""
 
-    cut: Index  # [P], index of the cut
-    at: Index  # [K], first group of the cut
-    index: Index  # of the group in its cut
+    split: Index  # [P], index of the split
+    at: Index  # [K], first group of the split
+    index: Index  # of the group in its split
     first: Index  # layer
     stop: Index
     is_last: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Cuts:
-    """K cuts of a question's layers; sizes of the groups, first group first."""
+class GroupSplits:
+    """K ways to split the layers of one question into groups."""
 
     question: Question  # about the rank's layers (evaluate.part_of)
     sizes: tuple[tuple[int, ...], ...]
@@ -238,7 +240,7 @@ class Cuts:
 
     @cached_property
     def bounds(self) -> list[tuple[tuple[int, int], ...]]:
-        """Layer ranges of each cut's groups."""
+        """Layer ranges of each split's groups."""
         stops = [np.cumsum(sizes) for sizes in self.sizes]
         return [
             tuple((int(stop) - size, int(stop)) for stop, size in zip(ends, sizes, strict=True))
@@ -247,7 +249,7 @@ class Cuts:
 
     @cached_property
     def counts(self) -> Array:
-        """Number of groups of each cut, [K, 1]."""
+        """Number of groups of each split, [K, 1]."""
         return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
 
     @property
@@ -257,22 +259,22 @@ class Cuts:
 
     @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """True where the model's last group is one layer, which keeps no activations, [K, 1]."""
+        """Whether the model's last group is a single layer, which saves no activations, [K, 1]."""
         return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
 
     @cached_property
     def last(self) -> Array:
-        """Layers of the rank's last group, [K, 1]."""
+        """Number of layers in the rank's last group, [K, 1]."""
         return np.array([[sizes[-1]] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def widest_earlier(self) -> Array:
-        """Layers of the widest group except the last, or 0, [K, 1]."""
+        """Number of layers in the largest group before the last, or 0, [K, 1]."""
         return np.array([[max(sizes[:-1], default=0)] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def parts(self) -> tuple[list[Part], Array]:
-        """Parts that layers play, and the number of layers that play each in each cut, [K, R]."""
+        """Distinct layers with their roles, and the number of such layers in each split, [K, R]."""
         found: dict[Part, Array] = {}
         for k, groups in enumerate(self.bounds):
             tops = {stop - 1 for _, stop in groups}
@@ -293,7 +295,7 @@ class Cuts:
 
     @cached_property
     def inner(self) -> Array:
-        """0 for the first layers of groups, whose input is at the boundary, else 1, [K, L]."""
+        """0 for the first layer of each group, whose input is saved anyway, else 1, [K, L]."""
         inner = np.ones((len(self.sizes), len(self.question.model.layers)))
         for k, firsts in enumerate(self.firsts):
             inner[k, firsts] = 0.0
@@ -301,7 +303,7 @@ class Cuts:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: if many, those where even and tapered cuts peak."""
+        """Groups whose memory is computed: of many, those where even and tapered splits peak."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -320,13 +322,12 @@ class Cuts:
 
     @cached_property
     def held(self) -> list[States]:
-        """Weights, gradients and optimizer states of one device, for each cut."""
         return [states(self.question, groups) for groups in self.bounds]
 
     @cached_property
     def gradients(self) -> Array:
-        """Bytes of weight gradients once the first layers have theirs, [K, 1]: of all layers and
-        the modules outside them; in a stage, which may lack those, of its layers."""
+        """Bytes of weight gradients once every layer has one, [K, 1]. Modules outside the layers
+        count too, except in a pipeline stage, which may lack them."""
         sizes = [[float(held.gradients)] for held in self.held]
         if self.kind.is_stage:
             model, width = self.question.model, gradient_bytes(self.question)
@@ -347,32 +348,35 @@ class Cuts:
 
     @cached_property
     def own(self) -> list[list[tuple[int, int]]]:
-        """The groups of each cut as layer ranges of the whole model."""
+        """Layer ranges of each split's groups, numbered in the whole model."""
         first = self.kind.layers[0]
         return [[(start + first, stop + first) for start, stop in groups] for groups in self.bounds]
 
     def gathers(self, prices: Prices) -> Array:
-        """Return the seconds of FSDP's collectives, [K, 1]."""
+        """Return the seconds of FSDP's collectives per step, [K, 1]."""
         if "_gathers" not in self.__dict__:
-            self.__dict__["_gathers"] = np.array([[prices.gathers_of(cut)] for cut in self.own])
+            self.__dict__["_gathers"] = np.array([[prices.gathers_of(split)] for split in self.own])
         return np.asarray(self.__dict__["_gathers"])
 
     def streamed(self, prices: Prices) -> Array:
-        """Seconds of fetching weights from main memory and evicting their gradients, [K, 2]."""
-        return np.array([prices.streamed(cut) for cut in self.own])
+        """Seconds per step of fetching weights and of evicting their gradients, [K, 2]."""
+        return np.array([prices.streamed(split) for split in self.own])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
-        """Return the bytes of the slots of groups' weights, or of their gradients, [K, 1]."""
-        return np.array([[prices.weight_slots(cut, gradients)] for cut in self.own], dtype=float)
+        """Bytes of the device slots for streamed weights or for their gradients, [K, 1]."""
+        return np.array(
+            [[prices.weight_slots(split, gradients)] for split in self.own], dtype=float
+        )
 
     @cached_property
     def firsts(self) -> list[Index]:
-        """First layers of each cut's groups."""
+        """First layers of each split's groups."""
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
-        """Bytes per token that the layers of a group save, [K, 1] each: in the group that saves the
-        most and in the first. `one_layer` counts one layer at a time; `saved` is [L]."""
+        """Return the bytes per token that the layers of a group save for the backward, [K, 1] each:
+        in the group that saves the most, and in the first. `one_layer` counts one layer at a time;
+        `saved` [L] has the bytes of each layer."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

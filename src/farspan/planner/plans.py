@@ -94,7 +94,7 @@ def best_plan(
 
 
 def _best_there(question: Question, strategies: Sequence[str] | None, seconds: float) -> Plan:
-    """Return the best plan of one placement, without remedies if none fits."""
+    """Return the best plan of a question with fixed placement; without remedies if none fits."""
     names = strategies or list(STRATEGIES)
     if question.sparse is not None:
         return best_sparse(question, partial(_plans, names=names, seconds=seconds))
@@ -116,8 +116,8 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
-    """Return the question in every placement that it leaves open, those that move least first. A
-    later group is for questions of which nothing in an earlier group fits."""
+    """Return the question in every placement that it leaves open, in groups; placements that move
+    the fewest bytes come first. A later group is tried only if no plan of an earlier group fits."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory
@@ -149,9 +149,10 @@ def best_placed(
     plan_at: Callable[[Question], Plan],
     may_be_faster: Callable[[Question, Plan], bool] = lambda _, best: not best.fits,
 ) -> Plan:
-    """Return the plan of the fastest placement that fits, and among equally fast ones within
-    `search.TOLERANCE` the one that moves least; if none fits, the one that misses by the least.
-    `plan_at` plans a placement; `may_be_faster` says if that is worthwhile after a roomy plan."""
+    """Return the plan of the fastest placement that fits. Among placements within
+    `search.TOLERANCE` the one that moves the fewest bytes wins; if none fits, the plan that misses
+    by the least. `plan_at` plans a placement; `may_be_faster` says whether another placement is
+    worth planning after a plan that fits with its margin."""
     best: Plan | None = None
     for group in placements(question):
         for placed in group:
@@ -175,8 +176,8 @@ def _is_better(plan: Plan, best: Plan) -> bool:
 
 
 def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) -> bool:
-    """Return whether a placement may beat the best plan of another, by a short search. Named
-    strategies are always planned, since that is quick."""
+    """Return whether a short search finds that a placement may beat the best plan of another
+    placement. Named strategies always may, since planning them is quick."""
     if names is not None and GROUPED not in names:
         return True
     roomy, update = with_room(replace(question, sparse=None)), update_seconds(question)
@@ -187,9 +188,9 @@ def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) 
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the chosen plan, priced by its whole program, and the others. An outline and fewer
-    layers are used if they give the same bytes and nearly nothing is waited for. If the whole
-    program turns out too large, or slower than another plan, the choice is made again."""
+    """Return the chosen plan with the memory and time of its whole program, and the other plans. If
+    the whole program is too large, or slower than another plan, another is chosen. Bytes of an
+    outline and the time of fewer layers are used where they are exact enough."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
@@ -212,9 +213,9 @@ def plan_as_written(
     question: Question, name: str, schedule: Schedule, seconds: float = 6.0
 ) -> Plan:
     """Return the plan of a schedule that the user wrote, whether or not a better one exists. Its
-    alternative is the best plan of all, called `auto`, unless that is the same. If the written one
-    does not fit, the plan names the tier that is too small and changes that would help. Raises
-    UnsupportedError for a schedule that cannot run."""
+    alternative is the best plan of all, called `auto`, unless that is the same. If the written
+    schedule does not fit, the plan names the tier that is too small and changes that would help.
+    Raises UnsupportedError for a schedule that cannot run."""
     refuse_layout(question)
     refuse_together(schedule, question.layout)
     plan = best_placed(
@@ -241,7 +242,7 @@ def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
 
 
 def _compared(plan: Plan, best: Plan) -> str:
-    """Return the reason of a written plan that fits, compared with the best plan."""
+    """Return a sentence that compares a written plan, which fits, with the best plan."""
     share = best.seconds.total / plan.seconds.total
     if not best.fits or share > 1 - TOLERANCE:
         return f"as written; {AUTO} finds nothing faster"
@@ -254,8 +255,8 @@ def longest_contexts(
     seconds: float = 4.0,
     max_step: float = math.inf,
 ) -> dict[str, Plan]:
-    """Return, by strategy, the plan at the longest context that fits and leaves the question's
-    margin, and whose step takes at most `max_step` seconds. Strategies without such a plan are left
+    """Return, by strategy, the plan with the longest context. The plan fits, leaves the question's
+    margin, and takes at most `max_step` seconds per step. Strategies without such a plan are left
     out. Contexts are found to within 1 / 64. With `max_step` they come from a few searches of
     `seconds` each; more seconds may find longer ones, by up to a fifth in tests. Plans are the
     fastest, since a longest context has no use for the memory that a slower plan would save."""
@@ -309,7 +310,7 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """Plan of a strategy at the longest context up to `plan`'s with steps of `most` seconds."""
+    """Plan of a strategy at the longest context, up to the plan's, in `most` seconds a step."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
@@ -320,8 +321,8 @@ def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan
 
 
 def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
-    """Return the plan of a search of the whole space, from a known plan whose step takes at most
-    `most` seconds: at its context, or with a faster schedule at a longer one, up to `longest`."""
+    """Return a plan with a longer context than `known`, up to `longest`, if a search finds a fast
+    enough schedule; else the fastest at the known context. Steps take at most `most` seconds."""
 
     def searched(plan: Plan, part: int) -> Plan:
         return _searched(plan.question, [plan], seconds / part, 0.0)[0]
@@ -339,7 +340,6 @@ def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
 
 
 def _like(plan: Plan, tokens: int) -> Plan:
-    """Return the plan's schedule at another context."""
     return evaluate(_at(plan.question, tokens), GROUPED, plan.schedule)
 
 
@@ -356,7 +356,7 @@ def _in_time(
     plan: Plan, most: float, at: Callable[[int], Plan], tries: int, longest: int | None = None
 ) -> Plan | None:
     """Return the plan with the longest context that fits and takes at most `most` seconds, among
-    `plan` and plans `at` other contexts up to `longest` (by default its own)."""
+    `plan` and `at(tokens)` for contexts up to `longest` (by default its own)."""
     longest = longest or plan.question.run.tokens
     best: Plan | None = None
     low = 0
@@ -375,8 +375,8 @@ def _in_time(
 
 
 def _tokens_in(question: Question, share: float, most: int, schedule: Schedule = DENSE) -> int:
-    """Return the longest context, in steps of `LEAST` up to `most`, with at most this share of the
-    question's work, to which a step's time is nearly proportional."""
+    """Return the longest context, in steps of `LEAST` up to `most`, with at most a share of the
+    question's FLOP. A step's time is nearly proportional to its FLOP."""
     work = share * useful_flop(question, schedule)
     low, high = 0, most // LEAST + 1
     while high - low > 1:
@@ -387,7 +387,7 @@ def _tokens_in(question: Question, share: float, most: int, schedule: Schedule =
 
 
 def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
-    """Return changes with which something fits; any other strategy comes before named ones."""
+    """Return changes with which some plan fits; if another strategy fits, only that."""
     if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 
@@ -400,16 +400,16 @@ def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Rem
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
-    """Return whether any schedule of the strategies fits and leaves the question's margin in any
-    of its placements, by a close look at the leanest of each."""
+    """Return whether the leanest schedules of any strategy fit and leave the question's margin, in
+    any placement that the question leaves open."""
     names = [GROUPED] if strategies is None else strategies
     placed = (with_room(one) for group in placements(question) for one in group)
     return any(_fitting(one, name) is not None for one in placed for name in names)
 
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
-    """Return a strategy's schedule for this question: memo's alpha is solved, and chunks are
-    widened if there would be more than `most` cells."""
+    """Return a strategy's schedule for this question. memo's alpha is solved; chunks are widened if
+    there would be more than `most` cells."""
     tokens, layers = question.run.tokens, most_layers(question)
     schedule = replace(strategy(name, layers, tokens), weights=question.weights)
     if question.layout.pipeline > 1:  # the stages are the groups
@@ -421,8 +421,8 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
 
 
 def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
-    """Return the plans of the named strategies. `grouped` comes last: the other plans prune its
-    search, and the fastest of them is its result if it finds nothing faster."""
+    """Return the plans of the named strategies. `grouped` is searched last: the other plans prune
+    the search, and it returns the fastest of them if it finds nothing faster."""
     for name in names:
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -448,9 +448,9 @@ def _runs(schedule: Schedule, layout: Layout) -> bool:
 def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
-    """Return the best plan of the whole space, which has to beat the fastest of the others, and the
-    faster plan that it replaced to save bytes. Plans have to leave the margin, unless none can. If
-    nothing is found, return the leanest schedule, which fits if any does."""
+    """Return the best plan of the whole space, and the faster plan that it replaced to save bytes.
+    The search has to beat the fastest of `others`. Plans have to leave the margin, unless none can.
+    If nothing is found, return the leanest schedule, which fits if any does."""
     roomy = with_room(question)
     found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
     if roomy is not question and not any(plan.fits for plan in found):
@@ -459,7 +459,7 @@ def _searched(
 
 
 def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
-    """Return the plans of a search that has to beat the fastest of the `fitting`."""
+    """Return the plans of a search that starts from the fastest of `fitting`."""
     others = tuple(fitting)
     known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known, tolerance, NEAR)
@@ -479,8 +479,8 @@ def _at(question: Question, tokens: int) -> Question:
 
 
 def _longest(question: Question, name: str) -> int:
-    """Return the longest context of one strategy, or 0: doubled until it does not fit, then
-    bisected; with sparse attention, stepped down from the dense one."""
+    """Return the longest context of one strategy, or 0. The context doubles until it does not fit,
+    then is bisected; with sparse attention it is stepped down from the longest dense context."""
     if question.sparse is not None:
         tokens = _longest(replace(question, sparse=None), name)
         while tokens >= LEAST and _fitting(_at(question, tokens), name) is None:
@@ -513,8 +513,8 @@ def _longest(question: Question, name: str) -> int:
 
 
 def _fitting(question: Question, name: str) -> Schedule | None:
-    """Return a schedule of a strategy that fits by a close look at its leanest ones. With sparse
-    attention, for which no bounds exist, its program is built."""
+    """Return a schedule of a strategy that fits, among its leanest; None without one. Sparse
+    attention has no bounds, so its program is built."""
     if states_do_not_fit(question):
         return None
     dense = replace(question, sparse=None)
@@ -526,7 +526,7 @@ def _fitting(question: Question, name: str) -> Schedule | None:
 
 
 def _leanest_of(question: Question, name: str) -> Schedule:
-    """Return the schedule of a strategy that takes the least memory by a close look."""
+    """Return the schedule of a strategy that takes the least memory."""
     candidates = _candidates(question, name)
     if len(candidates) == 1:
         return candidates[0]
@@ -560,8 +560,9 @@ def best_sparse(
     question: Question,
     search: Callable[[Question], Sequence[Plan]],
 ) -> Plan:
-    """Return the best plan with `question.sparse` among the schedules that `search` finds for dense
-    attention. If none fits but dense attention would, dense attention is the remedy.
+    """Return the best plan with `question.sparse`, among the schedules that `search` finds for
+    dense attention. If no sparse plan fits but a dense one would, dense attention is the remedy.
+    Raises UnsupportedError, also for several devices.
 
     Raises UnsupportedError, also for several devices.
     """
@@ -581,8 +582,8 @@ def best_sparse(
 def longest_sparse(
     question: Question, search: Callable[[Question], dict[str, Plan]], least: int, finest: int
 ) -> dict[str, Plan]:
-    """Return, by strategy, the plan with sparse attention at the longest context that fits. The
-    search begins at the longest dense context and shortens it by 1 / `finest` at a time."""
+    """Return, by strategy, the plan with sparse attention at the longest context that fits. From
+    the longest dense context, each try shortens the context by 1 / `finest`."""
     sparse, found = _sparse_of(question), {}
     for name, plan in search(replace(question, sparse=None)).items():
         tokens = plan.question.run.tokens
@@ -602,8 +603,8 @@ def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
 
 
 def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plan to choose among these plans and the same with narrower chunks, and last the
-    fastest if that differs: every strategy is a point of the space."""
+    """Return the plan to choose among these plans and copies with narrower chunks, and last the
+    fastest plan if another one is chosen. Every strategy is a point of `grouped`'s space."""
     known = [*plans, *_narrower(question, plans)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
@@ -612,8 +613,8 @@ def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans with their chunks halved for as long as that is better, down to the finest
-    chunk of the search; the best plans first, since a long sequence leaves no time for all."""
+    """Return the plans with chunks halved for as long as that is better, down to the finest chunk
+    of the search; the best plans first, since a long sequence leaves no time for all."""
     sparse, found = _sparse_of(question), list[Plan]()
     finest = max(sparse.page, min(chunk_sizes(question)))
     heap = [(plan.rank(), place, plan) for place, plan in enumerate(plans)]
@@ -645,8 +646,8 @@ def _sparse_of(question: Question) -> Sparse:
 
 
 def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
-    """Yield a dense schedule with sparse attention: with its chunk rounded up to pages, and also
-    with attention recomputed, which costs less than in dense attention."""
+    """Yield a dense schedule in its forms with sparse attention: its chunk rounded up to whole
+    pages, and also with attention recomputed, which costs less than in dense attention."""
     form = schedule.with_sparse(sparse)
     yield form
     if schedule.attention_save_fraction and not schedule.activation_save_fraction:

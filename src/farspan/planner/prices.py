@@ -53,7 +53,7 @@ from farspan.spec import HOST, LayerSpec, Rates, UnsupportedError, value
 
 @dataclass(slots=True)
 class TiledPrices:
-    """Seconds of a feed-forward, with tiles or without."""
+    """Seconds of a layer's matrix products, with the feed-forward tile by tile or whole."""
 
     program: Program
     products: Callable[[tuple[tuple[int, int], ...], int], float]  # seconds, for a number of tokens
@@ -65,7 +65,7 @@ class TiledPrices:
         self.cells = TiledCells(self.program)
 
     def forward(self, i: Forward) -> float:
-        """Return the seconds of the layer's products that a cell computes."""
+        """Return the seconds of the layer's products in a forward; skipped outputs cost nothing."""
         work, tokens = self.program.model.layers[i.layer].work, self._tokens(i)
         if not self.cells.has_tiles(i):
             return self.products(work.products, tokens)
@@ -74,9 +74,9 @@ class TiledPrices:
         return seconds if self.cells.skips(i) else seconds + self._feed_forward(i)
 
     def again(self, i: Backward) -> float:
-        """Seconds that tiles add to a backward: the token-wise modules' forward, and another pass
-        over the sums of their weights' gradients for each tile but one. All traffic of the layer
-        counts as theirs: rotations and residual sums are a sixth and are not recomputed."""
+        """Seconds that tiles add to a backward: the token-wise modules' forward again, and for each
+        tile but one another pass over the sums of weight gradients. All the layer's traffic counts
+        as recomputed, though a sixth (rotations, residual sums) is not."""
         if not self.cells.has_tiles(i):
             return 0.0
         work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
@@ -89,7 +89,7 @@ class TiledPrices:
         return self._feed_forward(i) + self.moved(moved)
 
     def _feed_forward(self, i: Forward | Backward) -> float:
-        """Return the seconds of the forward, tile by tile."""
+        """Return the seconds of the feed-forward's forward, tile by tile."""
         work = self.program.model.layers[i.layer].work
         products = work.products[len(work.products) - work.feed_forward :]
         return sum(self.products(products, tokens) for tokens in self.cells.sizes(i))
@@ -105,7 +105,7 @@ FUSED_VOTES = 2.9  # seconds of fused votes over a product: 690 TFLOP/s over 239
 
 @dataclass(frozen=True, slots=True)
 class SparsePrices:
-    """Prices of one device's program. `moved` returns the seconds of moving bytes on the device."""
+    """Seconds of page-sparse attention on one device."""
 
     program: Program
     rates: Rates
@@ -113,7 +113,7 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """Seconds of choosing pages: a score per query, voting head and key; half for ranking."""
+        """Seconds of choosing pages: a score per query, head and compared key; half for ranking."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
@@ -131,7 +131,7 @@ class SparsePrices:
         return ready + max(fused, self.moved(read))
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
-        """Seconds of attention to chosen pages, which are gathered; a backward scatters dK, dV."""
+        """Seconds of attention to chosen pages, with gathers; a backward scatters dK, dV."""
         start, stop = self.program.chunks[chunk]
         sparse, run = sparse_of(self.program.schedule, spec), self.program.run
         assert sparse is not None
@@ -156,7 +156,7 @@ class Cost:
     host: float = 0.0  # issuing it; on a GPU in parallel with the cells before it
 
     def in_line(self) -> float:
-        """Return the seconds when nothing overlaps."""
+        """Return the sum over all lanes: the seconds if nothing overlaps."""
         return self.compute + self.fetch + self.evict + self.collective + self.host
 
 
@@ -176,7 +176,7 @@ def rates_of(question: Question) -> Rates:
 
 @dataclass(slots=True)
 class _PriceRule:
-    """Prices of one kind of instruction."""
+    """Pricing rule of one instruction type, with the prices known so far."""
 
     decides: Callable[[Any], Hashable]  # instructions with equal keys cost the same
     price: Callable[[Any], Cost]
@@ -185,10 +185,10 @@ class _PriceRule:
 
 @dataclass(slots=True)
 class Prices:
-    """Prices of the instructions of one rank's program; the question has the whole model.
+    """Seconds of every instruction in one rank's program. The question has the whole model.
 
-    `together`: both directions of the link are in use, so its rates are those of both at once.
-    Equal layers at the same chunk cost the same and are priced once.
+    `together`: both directions of the link are in use, so the rates are those measured for both at
+    once. Equal layers at the same chunk cost the same and are priced once.
     """
 
     question: Question
@@ -305,7 +305,7 @@ class Prices:
         return Cost(compute, fetch, 0.0, moved, self.question.machine.overhead)
 
     def _earlier(self, i: Forward) -> float:
-        """Return the seconds until the cell's reads of earlier chunks are on the device."""
+        """Return the seconds of fetching the keys of earlier chunks that a cell reads."""
         return streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
 
     def _backward(self, i: Backward) -> Cost:
@@ -332,7 +332,7 @@ class Prices:
         )
 
     def _put_away(self, i: Forward) -> float:
-        """Seconds of copies on the device into the program's buffers, each read and written."""
+        """Seconds of copying a cell's results into the program's buffers."""
         spec, tokens = self.program.model.layers[i.layer], self._tokens(i.chunk)
         start, stop = self.program.share.keys.rows[i.chunk]
         size = tokens * self.saved_row(spec) if i.kept else 0
@@ -355,8 +355,8 @@ class Prices:
         return self._known[key]
 
     def attention(self, layer: int, chunk: int, *, backward: bool) -> float:
-        """Return the seconds of a cell's attention: calls on blocks of earlier keys, then the
-        square on the diagonal; sparse attention adds chosen pages."""
+        """Return the seconds of attention in one cell: a call per block of earlier keys, then the
+        square on the diagonal. Sparse attention adds the chosen pages."""
         spec, layout = self.question.model.layers[layer], self.question.layout
         ranks = layout.sequence()
         start, stop = self.program.chunks[chunk]
@@ -381,7 +381,7 @@ class Prices:
         return seconds
 
     def _merge(self, spec: LayerSpec, queries: int, keys: int, backward: bool) -> float:
-        """Return the seconds of adding one block's result to that of the blocks before."""
+        """Seconds of adding one block's partial result to that of earlier blocks."""
         model, batch = self.program.model, self.program.run.batch
         one = model.element_bytes + 2 * model.accumulate_bytes()
         keys //= self.question.layout.sequence()
@@ -414,7 +414,7 @@ class Prices:
         return Cost(compute=seconds)
 
     def _logit(self, gradient: bool) -> float:
-        """Return the seconds of one logit's cross-entropy, with its gradient or without."""
+        """Return the seconds of cross-entropy per logit, with or without the gradient."""
         model = self.program.model
         if self.question.fused:
             # Read twice; the gradient overwrites the logit.
@@ -447,18 +447,18 @@ class Prices:
         return self.collectives.gather(elements) + fetched
 
     def _own_bytes(self, elements: int, width: int) -> float:
-        """Bytes of a rank's shard in main memory, which crosses the link; 0 without one."""
+        """Bytes of a rank's shard that cross the link from main memory, or 0."""
         away = self.question.weights is HOST and not self.program.streams()
         return elements * width * away / (fsdp_ranks(self.question) * self.question.layout.tensor)
 
     def reduce(self, group: int) -> float:
-        """Return the seconds of the reduce-scatter of a group's weight gradients when it closes.
-        All stages of a pipeline have a part of the modules outside the layers."""
+        """Return the seconds of the reduce-scatter of a group's weight gradients when the group
+        closes. Every pipeline stage has a shard of the modules outside the layers."""
         first = self.program.own_groups()[0]
         return self._reduce(self.program.groups[group], is_first=group == first)
 
     def _times(self, layers: Range) -> Iterator[tuple[int, int]]:
-        """Return the group's layers, each with the number of its layers that it stands for."""
+        """Yield the group's layers, each with the number of layers that it represents in a fold."""
         counts = self.counts or (1,) * len(self.question.model.layers)
         return ((layer, counts[layer] // counts[layers[0]]) for layer in range(*layers))
 
@@ -475,14 +475,15 @@ class Prices:
         return sent + part * self.question.accumulates / self.fetch_rate()
 
     def gathers(self) -> float:
-        """Seconds of all gathers and reductions of a step that overlap with its instructions."""
+        """Seconds per step of FSDP's gathers and reductions, which overlap with cells."""
         beside = () if self.program.streams() else self.program.own_groups()
         groups = [self.program.groups[group] for group in beside]
         return self.gathers_of(groups) if self.program.trains() else self.gathered_once(groups)
 
     def gathers_of(self, groups: Sequence[Range]) -> float:
-        """Seconds of a step's gathers and reductions for a cut of its layers into groups. All
-        groups but the last are passed twice; the last too, if the step is cut behind the head."""
+        """Return the seconds per step of FSDP's gathers and reductions with these groups. Weights
+        of a group are gathered for its forward and again for its backward; those of the last group
+        once, unless the backward waits for the whole head (`is_cut`)."""
         last = len(groups) - (not self.question.loss.is_cut)
         seconds = 0.0
         for group, layers in enumerate(groups):
@@ -513,7 +514,8 @@ class Prices:
         return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
 
     def _begin(self, size: int) -> float:
-        """Seconds until sums begin: from earlier batches, which ranks add last, or from zeros."""
+        """Return the seconds of setting up the sums of gradients: fetched from earlier batches, or
+        zeroed. Several ranks add earlier batches last."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 
@@ -522,8 +524,8 @@ class Prices:
         return Cost(evict=size / self.evict_rate())
 
     def updated(self) -> tuple[float, ...]:
-        """Return the time at which each group's weights are new, in seconds of a step that starts
-        along with the update: the modules outside the layers come first."""
+        """Return the seconds after which each group's weights are updated, for a step that starts
+        together with the update. The modules outside the layers are updated first."""
         model = self.question.model
         rate = update_seconds(self.question) / max(1, model.trainable)
         sizes = [
@@ -534,19 +536,20 @@ class Prices:
         return tuple(rate * (outer + size) for size in accumulate(sizes))
 
     def streamed(self, groups: Sequence[Range]) -> tuple[float, float]:
-        """Return the seconds of fetching and of evicting all groups of a cut in a step. The
-        backward need not fetch the last two groups: they are still on the device."""
+        """Seconds per step of fetching these groups' weights, and of evicting their gradients. The
+        backward does not fetch the last two groups again: they are still on the device."""
         fetched = self.streamed_once((*groups, *groups[:-2]))
         sums = sum(self._group_bytes(group, gradients=True) for group in (*groups, None))
         return fetched + self._begin(sums), sums / self.evict_rate()
 
     def streamed_once(self, groups: Sequence[Range]) -> float:
-        """Return the seconds of fetching these groups and the modules outside the layers."""
+        """Seconds of fetching these groups' weights and those outside the layers, once."""
         size = sum(self._group_bytes(group, gradients=False) for group in (*groups, None))
         return size / self.fetch_rate()
 
     def weight_slots(self, groups: Sequence[Range], gradients: bool) -> int:
-        """Return the bytes of two groups' slots and those of the modules outside the layers."""
+        """Return the device bytes of the slots for streamed weights: two for groups in turn, one
+        for the modules outside the layers."""
         rings = [groups[0::2], groups[1::2], [None]]
         found = [
             [self._group_bytes(group, gradients=gradients) for group in ring] for ring in rings
@@ -559,18 +562,18 @@ class Prices:
         return row_bytes(kind, self.program.model, spec, self.program.run.batch)
 
     def saved_row(self, spec: LayerSpec) -> int:
-        """Return the bytes per token that only a kept graph saves."""
+        """Return the bytes per token of activations that only a saved graph needs."""
         return self.program.run.batch * spec.activation_bytes
 
     # -- rates -----------------------------------------------------------------------------------
 
     def fetch_rate(self) -> float:
-        """Bytes a second from host to device, of one device among all that share main memory."""
+        """Return the bytes per second from host to device, while all devices share main memory."""
         machine = self.question.machine
         return self._shared(machine.fetch_together if self.together else machine.fetch)
 
     def evict_rate(self) -> float:
-        """Return the bytes a second from device to host."""
+        """Return the bytes per second from device to host."""
         machine = self.question.machine
         return self._shared(machine.evict_together if self.together else machine.evict)
 
@@ -583,8 +586,8 @@ class Prices:
         return size / self.question.machine.memory
 
     def _gradient_traffic(self, *, product: bool = False) -> int:
-        """Return the bytes per element of reading dW and adding it to its sum. A product that adds
-        to the sum reads and writes the sum instead of writing dW."""
+        """Return the bytes per element that adding dW to its sum reads and writes. A product that
+        adds to the sum itself does not write dW."""
         model, written = self.program.model, -1 if product and self.question.adds else 1
         return 2 * model.accumulate_bytes() + written * model.element_bytes
 
@@ -592,7 +595,6 @@ class Prices:
         return self._sizes[chunk]
 
     def _layer(self, i: Forward | Backward) -> LayerSpec:
-        """Return the layer with all heads."""
         return self.question.model.layers[i.layer]
 
     def _hidden_bytes(self, chunk: int) -> int:

@@ -41,8 +41,8 @@ def remedies_of(
     tries: int = TRIES,
     seconds: Callable[[Question], float] = lambda _: 0.0,
 ) -> tuple[Remedy, ...]:
-    """Return changes with which something fits, the cheapest first; empty if none of the first
-    `tries` helps. The first few come with the `seconds` of a step."""
+    """Return changes with which some plan fits, the cheapest first. Empty if none of the first
+    `tries` changes helps. The first few have the `seconds` of their step."""
     count = 0
     found: list[Remedy] = []
 
@@ -91,13 +91,11 @@ def remedies_of(
 
 
 def _pairs(remedy: Remedy) -> set[tuple[str, str]]:
-    """Return the remedy's options with their values."""
     words = remedy.options.split()
     return set(zip(words[::2], words[1::2], strict=True))
 
 
 def _both(first: Kind, second: Kind, question: Question) -> Changes:
-    """Yield each change of the first kind with each of the second."""
     for one, changed in first(question):
         for other, again in second(changed):
             means = "; ".join(filter(None, (one.means, other.means)))
@@ -121,7 +119,7 @@ def _on_host(question: Question) -> Changes:
 
 
 def _on_disk(question: Question) -> Changes:
-    """Yield moves to a drive, for one device, of states that AdamW would keep in main memory."""
+    """Yield states on a drive, for one device whose AdamW states would lie in main memory."""
     exact = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
     exact = exact and not (question.open.drive or question.open.apart)
     if not exact or question.layout.devices() > 1 or question.machine.unified:
@@ -179,7 +177,7 @@ def _adapters(question: Question) -> Changes:
 
 
 def _quantized(question: Question) -> Changes:
-    """Yield quantised frozen weights, which need adapters."""
+    """Yield quantized frozen weights, which need adapters."""
     profiles, rank = question.profiles, question.adapter_rank()
     if profiles is None or not rank or question.nf4 or question.dtype == "float64":
         return
@@ -210,7 +208,7 @@ def _memory(question: Question) -> Changes:
 
 
 def _at_least(size: int) -> tuple[str, int]:
-    """Return the bytes rounded up as an option takes them: text, and the number that is tried."""
+    """Return a size as an option takes it, rounded up: its text, and its bytes."""
     unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
     count = -(-size // unit)
     return f"{count}{name}", count * unit
@@ -302,7 +300,7 @@ PARTS = {
 
 
 def place_words(question: Question) -> str:
-    """Return words for where states, weights and gradients live; the device is implied."""
+    """Return words for the tiers of states, weights and gradients; the device is implied."""
     on_host, states = question.weights is Tier.HOST, STATES[question.optimizer]
     if question.machine.unified:
         return "all in main memory"
@@ -325,7 +323,7 @@ def part_words(part: str) -> str:
 
 
 def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
-    """Return one or two sentences on the chosen plan."""
+    """Return one or two sentences on why the plan was chosen."""
     parts = [_choices(plan), *_given(plan, others)]
     if plan.tight:
         parts.append("no plan leaves the margin free")
@@ -341,7 +339,7 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
 
 
 def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
-    """Yield what the fastest plan would take in addition, if another plan is preferred."""
+    """Yield the extra memory that the fastest plan would take, if another plan was preferred."""
     like = (other for other in others if other.fit is plan.fit)
     fastest = min(like, key=Plan.rank, default=plan)
     ratio = fastest.seconds.total / plan.seconds.total
@@ -354,7 +352,7 @@ def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
 
 
 def breaks_first(plan: Plan) -> str:
-    """Return a sentence on the tier that is too small, by how much, and what fills it."""
+    """Return a sentence on the tier that is too small: by how much, and which tensors fill it."""
     tier, budget = fuller(plan)
     largest = sorted(filter(budget.parts.get, budget.parts), key=lambda part: -budget.parts[part])
     fills = " and ".join(
@@ -371,7 +369,7 @@ def breaks_first(plan: Plan) -> str:
 
 
 def fuller(plan: Plan) -> tuple[Tier, Budget]:
-    """Return the tier that is too small, or the fuller one."""
+    """Return the tier that is too small, or else the tier with the least left."""
     device_share = plan.device.total / max(1, plan.device.limit)
     host_share = plan.host.total / max(1, plan.host.limit)
     if plan.host.left >= 0 or (plan.device.left < 0 and device_share >= host_share):

@@ -33,7 +33,7 @@ from farspan.spec import (
 
 
 class Optimizer(StrEnum):
-    """Placement and width of the optimizer's states."""
+    """Tier and precision of the optimizer's states."""
 
     ADAMW = "adamw"  # fp32 moments, and an fp32 master where weights are narrower, on the device
     ADAMW8BIT = "adamw8bit"  # one-byte moments, no master copy: results differ from AdamW
@@ -52,8 +52,8 @@ class Margin:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Parts of a question's placement that the planner may choose (`plans.placements`); the others
-    are as `Question.optimizer` and `Question.weights` say."""
+    """Parts of a question's placement that the planner may choose (`plans.placements`). Parts that
+    are not open stay as `Question.optimizer` and `Question.weights` say."""
 
     states: bool = False  # of AdamW
     weights: bool = False  # with their gradients
@@ -68,7 +68,7 @@ PINNED = Open()
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One step of a model on a machine."""
+    """One training step to plan: a model, a run and a machine, with the choices of the user."""
 
     model: ModelSpec
     run: RunSpec  # of one sequence group: `tokens` is the whole context, not a device's share
@@ -92,21 +92,19 @@ class Question:
     profile: ModelProfile | None = None  # of `profiles`, as the machine runs it
 
     def adapter_rank(self) -> int | None:
-        """Return the rank of LoRA on every linear module, 0 without LoRA, or None if the model has
-        other adapters or is not profiled."""
+        """Rank of LoRA on every linear module, 0 without LoRA, or None if unknown."""
         return None if self.profile is None else self.profile.variant.rank
 
     def variant(self, rank: int | None) -> Variant:
-        """Variant of the model on this machine, with adapters of this rank: on a GPU with farspan's
-        own kernels, in 16 or 32 bits, unless the question disagrees; slices of weights as the model
-        has them."""
+        """Return the profile variant of the model on this machine, with adapters of this rank. A
+        GPU in 16 or 32 bits uses farspan's own kernels, unless the question says otherwise."""
         whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
         adds = whole and self.kernels.accumulate
         return Variant(self.dtype, rank, fused, adds, nf4=self.nf4)
 
     def profiled(self, *, tiled: bool) -> ModelProfile:
-        """Return the model's profile, or an estimate if the model is only described."""
+        """Return the model's profile, or an estimate for a model known only by its shapes."""
         if self.profile is None:
             return estimated(self.model)
         if self.profiles is None:
@@ -131,27 +129,26 @@ class Question:
         return self.profile is not None and self.profile.variant.adds
 
     def longest(self) -> int | None:
-        """Tokens that the model's positions reach, or None if that is unknown or unbounded."""
+        """Longest context that the model's positions allow; None if unknown or unbounded."""
         return None if self.profile is None else self.profile.longest
 
     def learned_positions(self) -> bool:
-        """Return whether positions are embedded, which bounds the context."""
+        """Return whether position embeddings are learned, which bounds the context."""
         return self.profile is not None and self.profile.learned_positions
 
     def near(self) -> int:
-        """Return the number of the layout's devices that share a node."""
+        """Return the number of the layout's devices on one node."""
         return min(self.machine.devices, self.layout.devices())
 
     def host_share(self) -> int:
-        """Return the bytes of a node's main memory that one device may fill. If both tiers lie
-        there (`unified`), the device tier's bytes still have to be subtracted."""
+        """Return the bytes of a node's main memory that one device may fill. On unified memory the
+        bytes of the device tier count against them."""
         return self.machine.host_bytes // self.near()
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of one tier at its fullest moment, part by part. `limit` is the capacity of one device,
-    or of its share of main memory."""
+    """Peak bytes of one tier by cause, and the capacity of a device or its share of main memory."""
 
     parts: dict[str, int]  # weights, gradients, optimizer, x, kv, dkv, attention, activations, ...
     limit: int
@@ -162,12 +159,12 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Bytes to spare; negative when it does not fit."""
+        """Bytes to spare; negative if the plan does not fit."""
         return self.limit - self.total
 
 
 class Fit(IntEnum):
-    """Grade of a plan's fit, the best last."""
+    """Grade of how well a plan fits; a higher value fits better."""
 
     NOT = 0
     TIGHT = 1  # without the question's margin
@@ -180,8 +177,8 @@ DISTILLED = 64  # default ids per token whose log-probabilities a teacher gives
 def loss_of(
     kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
 ) -> Objective:
-    """Return a loss by its names. `adapters` says whether adapters are trained. Without a
-    `reference`, a loss that needs one has it stored. `ids` belong to distillation. Raises
+    """Return a loss by its names. `adapters` says whether adapters are trained; a loss that needs a
+    reference has a stored one unless `reference` names another; `ids` is for distillation. Raises
     UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
@@ -230,7 +227,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """One step's time, and the time that it keeps each lane of the machine busy."""
+    """Seconds of one step, in total and busy on each lane of the machine."""
 
     total: float
     compute: float  # cells, head, embedding
@@ -243,9 +240,8 @@ class Seconds:
     beside: float = 0.0  # the part of the update that overlaps with the next step
 
     def exposed(self, *, overlap: bool) -> float:
-        """Seconds in which nothing is computed because something else is awaited, including the
-        process that issues if lanes overlap (`Question.overlap`). 0 if it is no more than
-        rounding."""
+        """Return the seconds in which the device computes nothing because it waits, for copies,
+        messages or, with `overlap`, kernel launches. 0 if it is no more than rounding."""
         found = self.total - self.compute - self.optimizer - (0.0 if overlap else self.host)
         return found if found > ROUNDING * self.total else 0.0
 
@@ -303,26 +299,25 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Return whether the plan fits, but takes a part of the margin."""
+        """Return whether the plan fits but leaves less than the margin."""
         return self.fit is Fit.TIGHT
 
     @property
     def remedy(self) -> str:
-        """The cheapest change that makes it fit, as options of `farspan plan`; empty for none."""
+        """Cheapest change that makes the plan fit, as options of `farspan plan`, or ""."""
         return self.remedies[0].options if self.remedies else ""
 
     @property
     def hides(self) -> bool:
-        """Return whether any token is hidden from a query that dense attention would show it.
-        Layers with a window hide none, since they are computed as they are."""
+        """Return whether a query may not see tokens that dense attention would show it. Layers with
+        a window hide none, since they stay dense."""
         sparse = self.schedule.sparse
         return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 
     def rank(self) -> tuple[int, float, float]:
-        """Return a key that sorts plans: those that fit and leave the margin, the fastest first,
-        then the tight ones, then the others by the bytes that they lack on the device, and by those
-        that they lack in main memory, which a machine can be given more of. Both count together if
-        they are one memory."""
+        """Return a sort key: first plans that fit and leave the margin, the fastest first; then
+        tight plans; then plans that do not fit, by the bytes missing on the device, then in main
+        memory, which is easier to extend. On unified memory both count together."""
         if self.fits:
             return -self.fit, self.seconds.total, 0.0
         device, host = -min(0, self.device.left), -min(0, self.host.left)
@@ -330,7 +325,7 @@ class Plan:
         return -self.fit, device + host * together, host * (not together)
 
     def update_seconds(self) -> float:
-        """Return the seconds of a training step: the batches of an update, and the update."""
+        """Seconds of a training step: the batches between two updates, and the update."""
         seconds = self.seconds
         return (seconds.total - seconds.optimizer) * self.question.batches + seconds.optimizer
 
@@ -340,12 +335,11 @@ class Plan:
         return run.batch * run.tokens * layout.data / self.seconds.total
 
     def _loss_json(self) -> dict[str, str]:
-        """Return the loss and reference, for a loss with its own path through a step."""
+        """Return the loss and its reference for `--json`, unless the loss is a plain mean."""
         loss = self.question.loss
         return {"loss": loss.kind, "reference": loss.reference} if loss.is_cut else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, for `--json`."""
         schedule, question = self.schedule, self.question
         return {
             "model": question.model.name,
@@ -402,7 +396,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def read_margin(given: str | int) -> float | int:
-    """Bytes, or a float share of each memory, from 3GiB, 5% or 0. Raises UnsupportedError."""
+    """Return a margin of 3GiB, 5% or 0 as bytes or a float share. Raises UnsupportedError."""
     match = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
     if match is not None and float(match[1]) < 100:
         return float(match[1]) / 100
@@ -418,10 +412,9 @@ def read_margin(given: str | int) -> float | int:
 
 
 def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
-    """Return the margin of a device and of a node's main memory: bytes, or a share that includes
-    the machine's reserve. None means `SHARE` of a device, and no margin of main memory, whose
-    reserve is enough. Where both tiers are one memory, it is the host's. Raises
-    UnsupportedError."""
+    """Return the bytes of the margin of a device and of a node's main memory. A share includes the
+    machine's reserve. None means `SHARE` of a device, and no margin of main memory, whose reserve
+    is enough. On unified memory only the host has a margin. Raises UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
     host = 0 if given is None else _share_bytes(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:
@@ -435,7 +428,7 @@ def _share_bytes(size: float | int, free: int, reserve: int) -> int:
 
 
 def with_room(question: Question) -> Question:
-    """Return the question on a machine without its margin: a plan that fits leaves the margin."""
+    """Return the question for a machine without its margin, so that a plan that fits leaves it."""
     margin, machine = question.margin, question.machine
     if margin == Margin():
         return question
@@ -448,7 +441,7 @@ def with_room(question: Question) -> Question:
 
 
 def of_whole(question: Question, plan: Plan) -> Plan:
-    """Return a plan that was made `with_room` as a plan of the question itself."""
+    """Return a plan made for `with_room` as a plan of the original question."""
     more = question.host_share() - plan.question.host_share()
     on_device = question.machine.device_bytes - plan.question.machine.device_bytes
     on_device = more if question.machine.unified else on_device

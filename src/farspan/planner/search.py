@@ -6,16 +6,16 @@ is faster. When no bound is left below the best, the best is the optimum of the 
 budget of seconds runs out first, the best is at most `gap` slower than the optimum, by the lowest
 bound left.
 
-Kinds. Bounds know a cell's graphs, but not its brief allocations. Those depend on the cut and on
-which chunks are kept, so choices that are alike in these share them: a kind. They are computed when
-the fastest choice of a kind has its turn, and then count for all (`TransientCache`). The modules
-outside the layers are the same for all kinds, and are counted when a family is opened.
+Kinds. Bounds count a cell's graphs, but not its transient allocations, which depend on the split
+and on which chunks are saved. Choices that are alike in both are one kind: their transient bytes
+are computed when the fastest choice of the kind has its turn (`TransientCache`). Those of modules
+outside the layers are the same for all kinds, and count as soon as a frontier is opened.
 
 Footprint. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s
 on two cores), and no other program has it then. Many schedules are nearly as fast as the fastest,
 and some take tens of GiB less. Candidates that may be near enough by their bounds of time are
 simulated in the order of their bounds of bytes, so the first that proves near enough takes the
-least. The gap includes the time that this costs.
+fewest bytes. The gap includes the time that this costs.
 
 Sizes. `loss_chunk_size` and `kv_block` would each double the space, and both are nearly independent
 of the rest of a schedule: a larger piece of the head reads and writes the gradient of its weights
@@ -35,26 +35,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.planner import feasibility as quick
-from farspan.planner.bounds import TIERS, Family, Frames, momentary
+from farspan.planner.bounds import TIERS, RankGrids, ScheduleGrid, momentary
 from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import PAGE, outlined, refuse_layout
-from farspan.planner.feasibility import families, fullest, room, slowest, states_do_not_fit, taken
+from farspan.planner.feasibility import (
+    fullest,
+    room,
+    slowest,
+    space_grids,
+    states_do_not_fit,
+    taken,
+)
 from farspan.planner.request import Plan, Question
-from farspan.planner.space import Cut, Space
+from farspan.planner.space import Space, Split
 from farspan.program.program import Program
 from farspan.program.strategies import GROUPED
 from farspan.spec import Schedule, Tier
 
 Index = NDArray[np.int64]
 INFINITE = float("inf")
-KINDS = 27  # kinds of kept choices for each cut, numbered by Kept.alike
+KINDS = 27  # kinds of kept choices for each split, numbered by SaveCounts.alike
 
 
 @dataclass(slots=True)
 class Choices:
-    """Open choices, fastest first, and the smallest of equally fast ones first; arrays are [N]."""
+    """N choices of a grid that are not simulated yet, by their bound of time, then bytes."""
 
-    index: Index  # into the frames' [K, F, T], flattened
+    index: Index  # into the grid, [K, F, T], flattened
     seconds: Array
     device: Array  # bytes
     host: Array
@@ -103,41 +110,40 @@ class SearchEffort:
 
 
 class Frontier:
-    """The open choices of one family of schedules. `lowest` bounds the seconds of every open
-    choice, `bound` those of the whole family. Most families are slower than another family's best
-    even if all their choices fit; of most others the choices that fit are slower (`settle`), so few
-    are opened."""
+    """Choices of one grid that are not simulated yet, opened only when needed. `lowest` bounds the
+    seconds of every choice left, `bound` those of all choices. Most grids are never opened: all
+    their choices, or those that fit (`settle`), are slower than the best plan."""
 
     def __init__(
         self,
         question: Question,
-        family: Family,
+        grids: RankGrids,
         schedule: Schedule,
-        cuts: tuple[Cut, ...],
+        splits: tuple[Split, ...],
         effort: SearchEffort,
     ) -> None:
         self.question = question
         self.effort = effort
         self.is_in_line = False
-        self.family = family
-        self.schedule = schedule  # shared by the family
-        self.cuts = cuts
-        self.kept = family[0].kept
+        self.grids = grids
+        self.schedule = schedule  # shared by the grids
+        self.splits = splits
+        self.saves = grids[0].saves
         self.choices: Choices | None = None
         self.known: set[int] = set()  # kinds whose cells are counted
-        self.size = len(cuts) * len(self.kept.graphs) * len(TIERS)
-        self.fits = cache(partial(quick.fitting, family))
-        self.is_settled = not quick.any_may_fit(family)
+        self.size = len(splits) * len(self.saves.graphs) * len(TIERS)
+        self.fits = cache(partial(quick.fitting, grids))
+        self.is_settled = not quick.any_may_fit(grids)
         self._bound(not self.is_settled)
 
     def _bound(self, fits: NDArray[np.bool_] | bool) -> None:
         self.bound = self.lowest = INFINITE
         if np.any(fits):
-            times = slowest(self.family, in_line=self.is_in_line)
+            times = slowest(self.grids, in_line=self.is_in_line)
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
-        """Bound the seconds of the choices that may fit."""
+        """Raise the bound to that of the choices that may fit."""
         self.is_settled = True
         self._bound(self.fits())
 
@@ -154,20 +160,21 @@ class Frontier:
         self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
     def within(self, limit: float, cells: "TransientCache") -> Choices:
-        """Return unordered choices that may fit in under `limit` seconds, before counting cells."""
-        times = slowest(self.family, in_line=self.is_in_line)
-        found, devices = taken(self.family)
-        devices += np.stack([cells.least(frames) for frames in self.family])[..., None]
-        device = fullest(self.family, devices)
-        fits = quick.may_fit(self.family, device, found.host) & (times < limit)
+        """Return the choices that may fit and take under `limit` seconds, in no order. Transient
+        bytes of cells are not counted yet."""
+        times = slowest(self.grids, in_line=self.is_in_line)
+        found, devices = taken(self.grids)
+        devices += np.stack([cells.least(grid) for grid in self.grids])[..., None]
+        device = fullest(self.grids, devices)
+        fits = quick.may_fit(self.grids, device, found.host) & (times < limit)
         index = np.flatnonzero(fits)
-        cut, choice = np.divmod(index // len(TIERS), len(self.kept.graphs))
+        split, choice = np.divmod(index // len(TIERS), len(self.saves.graphs))
         return Choices(
             index,
             times.ravel()[index],
             device.ravel()[index],
             found.host.ravel()[index],
-            cut * KINDS + self.kept.alike[choice],
+            split * KINDS + self.saves.alike[choice],
             devices.reshape(len(devices), -1)[:, index],
         )
 
@@ -176,8 +183,8 @@ class Frontier:
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
     def step(self, cells: "TransientCache") -> Schedule | None:
-        """Return the fastest choice and close it; or count the cells of its kind and return None,
-        if they were not counted before."""
+        """Return the schedule of the fastest choice and remove the choice; return None if the
+        transient bytes of its kind were counted only now, which may reorder the choices."""
         choices = self.choices
         assert choices is not None
         kind = int(choices.kind[0])
@@ -195,37 +202,36 @@ class Frontier:
         self.effort.walk()
         members = choices.kind == kind
         choices.devices[:, members] += self.held(kind, cells)
-        choices.device[members] = fullest(self.family, choices.devices[:, members])
+        choices.device[members] = fullest(self.grids, choices.devices[:, members])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def held(self, kind: int, cells: "TransientCache") -> Array:
-        """Return the bytes that the cells of a kind allocate briefly on each kind of rank, [S, 1],
-        beyond those that `within` counts."""
-        cut, alike = divmod(kind, KINDS)
+        """Transient bytes of a kind's cells beyond those in `within`, [S, 1] per kind of rank."""
+        split, alike = divmod(kind, KINDS)
         held = []
-        for frames in self.family:
-            least = cells.least(frames)[cut, self.kept.alike == alike][0]
-            held.append([max(0.0, float(cells.beyond(frames, cut, alike) - least))])
+        for grid in self.grids:
+            least = cells.least(grid)[split, self.saves.alike == alike][0]
+            held.append([max(0.0, float(cells.beyond(grid, split, alike) - least))])
         return np.array(held)
 
     def schedule_at(self, index: int) -> Schedule:
         chosen, tiers = divmod(index, len(TIERS))
-        cut, choice = divmod(chosen, len(self.kept.graphs))
+        split, choice = divmod(chosen, len(self.saves.graphs))
         x, attention, activations = TIERS[tiers]
-        kept, chunks = self.kept, self.family[0].cell_prices.chunks
+        saves, chunks = self.saves, self.grids[0].cell_prices.chunks
         return replace(
             self.schedule,
-            groups=self.cuts[cut],
+            groups=self.splits[split],
             boundary_inputs=x,
             attention=attention,
             activations=activations,
-            attention_save_fraction=quick.latest_fraction(chunks, int(kept.attention[choice])),
-            activation_save_fraction=quick.latest_fraction(chunks, int(kept.graphs[choice])),
+            attention_save_fraction=quick.latest_fraction(chunks, int(saves.attention[choice])),
+            activation_save_fraction=quick.latest_fraction(chunks, int(saves.graphs[choice])),
         )
 
 
 class _Queue:
-    """Frontiers, the one with the lowest bound first."""
+    """Priority queue of frontiers by their lower bound of time."""
 
     def __init__(self, frontiers: Sequence[Frontier]) -> None:
         self._heap = [(f.lowest, at, f) for at, f in enumerate(frontiers) if f.lowest < INFINITE]
@@ -233,7 +239,7 @@ class _Queue:
         self._settle()
 
     def _settle(self) -> None:
-        """Settle frontiers until the first one is settled."""
+        """Settle the first frontier until the first one stays first."""
         while self._heap and not self._heap[0][2].is_settled:
             _, at, frontier = heapq.heappop(self._heap)
             frontier.settle()
@@ -245,12 +251,12 @@ class _Queue:
 
     @property
     def lowest(self) -> float:
-        """Lower bound of the seconds of every open choice."""
+        """Lower bound of the seconds of every choice left."""
         return self._heap[0][0] if self._heap else INFINITE
 
     def step(self, best: float, cells: "TransientCache") -> Schedule | None:
-        """Expand the frontier with the lowest bound, and return the schedule that it yields, if
-        any. Choices that cannot be faster than `best` seconds are left out."""
+        """Take one step on the frontier with the lowest bound: open it, or return its next
+        schedule. Opening leaves out choices that cannot be faster than `best` seconds."""
         _, at, frontier = heapq.heappop(self._heap)
         schedule = None
         if frontier.choices is None:
@@ -263,36 +269,36 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, by kind; families share them."""
+    """Bytes that cells allocate briefly, by kind of choice, shared by all grids."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
-    def least(self, frames: Frames) -> Array:
-        """Least bytes of every choice beyond its bounds, [K, F], by modules outside the layers."""
-        chunk = frames.schedule.chunk
+    def least(self, grid: ScheduleGrid) -> Array:
+        """Bytes by which modules outside the layers exceed each choice's bound, [K, F]."""
+        chunk = grid.schedule.chunk
         if chunk not in self._outside:
-            given = frames.schedule
+            given = grid.schedule
             plain = Schedule(chunk, kv_block=given.kv_block, kv_kept=True, weights=given.weights)
-            self._outside[chunk] = quick.outside(frames.cell_prices, plain)
-        return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(frames)))
+            self._outside[chunk] = quick.outside(grid.cell_prices, plain)
+        return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(grid)))
 
-    def beyond(self, frames: Frames, cut: int, alike: int) -> float:
-        """Return the least bytes that the choices of a kind take beyond their bounds."""
-        kept, s, sizes = frames.kept, frames.schedule, frames.cuts.sizes[cut]
-        members = kept.alike == alike
+    def beyond(self, grid: ScheduleGrid, split: int, alike: int) -> float:
+        """Least bytes by which the cells of one kind exceed their bound of memory."""
+        saves, s, sizes = grid.saves, grid.schedule, grid.splits.sizes[split]
+        members = saves.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
-        most = int(kept.attention[members].max()), int(kept.graphs[members].max())
-        walked = quick.latest(kept.chunks, *most, first=not frames.cell_prices.are_equal)
-        rank = frames.cuts.kind.rank
+        most = int(saves.attention[members].max()), int(saves.graphs[members].max())
+        walked = quick.latest(saves.chunks, *most, first=not grid.cell_prices.are_equal)
+        rank = grid.splits.kind.rank
         key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, *most
         if key not in self._known:
-            own = s if frames.cuts.kind.is_stage else replace(s, groups=sizes)
-            self._known[key] = quick.transient(frames.cell_prices, own, *most, walked)
-        held = frames.cuts.held[cut]
+            own = s if grid.splits.kind.is_stage else replace(s, groups=sizes)
+            self._known[key] = quick.transient(grid.cell_prices, own, *most, walked)
+        held = grid.splits.held[split]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
-        return float(gradients - momentary(frames)[cut, np.flatnonzero(members)[0]])
+        return float(gradients - momentary(grid)[split, np.flatnonzero(members)[0]])
 
 
 Footprint = tuple[float, float]  # bytes of the host; ties are broken by bytes of the device
@@ -308,8 +314,9 @@ def footprint(plan: Plan) -> Footprint:
 
 
 def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
-    """Return the plan with the least footprint, and the fastest of equal ones, among the plans that
-    fit as well as any and take at most `tolerance` longer than the fastest such plan."""
+    """Return the plan with the least footprint among those that are nearly as fast as the fastest.
+    Only plans with the best `fit` count; they may take a fraction of `tolerance` longer than the
+    fastest. Of equal footprints the fastest wins."""
     found = list(plans)
     most = max(plan.fit for plan in found)
     fitting = [plan for plan in found if plan.fit is most]
@@ -319,7 +326,7 @@ def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
 
 
 def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the plan to run, which is the lightest if any fits, and the other plans by rank."""
+    """Return the plan to run, the lightest if any fits, and the other plans by rank."""
     ranked = sorted(plans, key=Plan.rank)
     best = lightest(ranked) if ranked[0].fits else ranked[0]
     return best, tuple(plan for plan in ranked if plan is not best)
@@ -327,17 +334,17 @@ def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
-    """A schedule with its bounds."""
+    """A schedule with the lower bound of its footprint, ordered by that bound."""
 
     footprint: Footprint
     at: int  # index of its frontier
-    index: int  # in the frontier's frames
+    index: int  # in the frontier's grid
     kind: int
-    is_counted: bool = False  # the footprint includes the cells of its kind
+    is_counted: bool = False  # the footprint includes transient bytes of its kind
 
 
 class FootprintSearch:
-    """Search for the least footprint among the schedules that the search for time bounded."""
+    """Search for the least footprint among choices that the search for time has bounded."""
 
     def __init__(
         self, question: Question, frontiers: Sequence[Frontier], cells: TransientCache
@@ -384,7 +391,7 @@ class FootprintSearch:
                 )
 
     def _counted(self, candidate: _Candidate) -> _Candidate:
-        """Return the candidate with the brief allocations of its kind's cells in its footprint."""
+        """Return the candidate with the transient bytes of its kind added to its footprint."""
         host, device = candidate.footprint
         # The kind of rank with the least, since any kind may be the fullest.
         device += float(self.frontiers[candidate.at].held(candidate.kind, self.cells).min())
@@ -399,7 +406,7 @@ class FootprintSearch:
 def simulated(
     question: Question, strategy: str, schedule: Schedule, effort: SearchEffort
 ) -> Plan | None:
-    """Return the plan of a schedule from `feasibility.composed`, or None if it does not fit."""
+    """Return the plan of a schedule by simulation, or None if it does not fit."""
     sized = outlined(question, schedule)
     effort.build(sized.programs)
     if not sized.fits:
@@ -416,7 +423,7 @@ LEAST_SECONDS = 0.4  # and at least this many seconds, since it saves tens of Gi
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a search."""
+    """Best plan that a search found, and a lower bound for all others."""
 
     best: Plan | None  # None: nothing fits, or nothing that fits was found in time
     fastest: Plan | None  # `best`, or the plan that it replaced because it takes fewer bytes
@@ -425,12 +432,12 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Upper bound of the fraction by which the best is slower than the optimum."""
+        """Upper bound of the fraction by which the best plan is slower than the optimum."""
         return 0.0 if self.best is None else gap(self.best, self.lowest)
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """Largest fraction by which a plan is slower than the optimum, which takes `lowest` or more."""
+    """Largest fraction by which a plan is slower than the optimum of at least `lowest` seconds."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1
@@ -444,9 +451,9 @@ def search(
     tolerance: float = 0.0,
     near: float = SLACK,
 ) -> Outcome:
-    """Return the best schedule of the space by its simulated time, or `best` if none is faster.
-    Among schedules that take at most a fraction of `tolerance` longer, the one with the least
-    footprint that was found wins.
+    """Return the fastest schedule of the space by simulation, or `best` if none is faster. Among
+    schedules that take at most a fraction of `tolerance` longer than the fastest, the one with the
+    least footprint wins.
 
     The search stops when nothing is left that may be faster by a fraction of `near`. `seconds` are
     those of `SearchEffort`, so any machine finds the same schedule; at most an eighth more, or
@@ -456,7 +463,7 @@ def search(
     if states_do_not_fit(question):
         return Outcome(best, best, INFINITE, 0)
     effort, cells, count = SearchEffort(seconds), TransientCache(), 0
-    frontiers = [Frontier(question, *family, effort) for family in families(question, space)]
+    frontiers = [Frontier(question, *grids, effort) for grids in space_grids(question, space)]
     known = [] if best is None else [best]
     if question.overlap and (first := _first_in_line(question, frontiers, cells, effort)):
         known.append(first)
@@ -512,8 +519,9 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
-    """Return the plans with the sizes of pieces that are best for the first plan; a plan stays as
-    it is if the sizes do not fit it. After `seconds` of `SearchEffort` no other program is tried.
+    """Return the plans with better `loss_chunk_size` and `kv_block`, chosen for the first plan. A
+    plan stays as it is if the sizes do not fit it. No program is tried after `seconds` of
+    `SearchEffort`.
 
     Their gaps assume that any schedule saves as much.
     """
@@ -539,7 +547,7 @@ def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort
 
 
 def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
-    """Sizes that by their prices save enough over the size before; others are skipped."""
+    """Return the sizes that each save at least `WORTH` of the step, by their prices."""
     found, known = list[int](), _work(plan, plan.schedule)
     for tokens in sizes:
         work = _work(plan, _with(plan.schedule, field, tokens))
@@ -550,9 +558,8 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 
 
 def _work(plan: Plan, schedule: Schedule) -> float:
-    """Return the seconds of the head and of one forward and backward of every cell, whose number is
-    the same for any size. With sparse attention only the head counts, and only its size is
-    chosen."""
+    """Seconds of the head and of one forward and backward of every cell; other costs do not depend
+    on sizes. With sparse attention only the head counts, since only its size is chosen."""
     cell_prices = CellPrices(plan.question, schedule)
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
@@ -567,8 +574,8 @@ def _work(plan: Plan, schedule: Schedule) -> float:
 
 
 def _resized(plan: Plan, schedule: Schedule, effort: SearchEffort) -> Plan:
-    """Return the plan of a schedule that differs in its pieces. Returns `plan` if the new one fits
-    less well, or takes even more where `plan` is tight."""
+    """Return the plan with a schedule that differs only in `loss_chunk_size` or `kv_block`. Returns
+    `plan` if the new plan fits less well, or takes more memory although `plan` is tight."""
     found = simulated(plan.question, plan.strategy, schedule, effort)
     if found is None:
         return plan
@@ -585,7 +592,7 @@ def _with(schedule: Schedule, field: str, size: int) -> Schedule:
 
 
 def _blocks(plan: Plan) -> Iterator[int]:
-    """Yield block sizes to try: if K, V lie on the device and calls on earlier keys get longer."""
+    """Yield values of `kv_block` to try, if K, V lie on the device and calls can get longer."""
     question, schedule = plan.question, plan.schedule
     batch, tokens = question.run.batch, question.run.tokens
     if schedule.kv is Tier.HOST or schedule.sparse is not None or question.layout.ring > 1:

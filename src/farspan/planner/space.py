@@ -1,9 +1,9 @@
-"""The schedules that the search chooses from: every cut, every switch, on a grid.
+"""The schedules that the search chooses from: every split, every switch, on a grid.
 
 Groups. For every number of groups G, layers are cut as evenly as possible; where boundaries lie on
 the device, also tapered: the backward of an early group runs after the boundaries above it are
-freed, so the group may be larger by their bytes. In a tapered cut each group is as large as fits
-under the lowest level that holds all layers; no other cut into G groups has a lower one.
+freed, so the group may be larger by their bytes. In a tapered split each group is as large as fits
+under the lowest level that holds all layers; no other split into G groups has a lower one.
 
 Note: [MEMO's alpha]. MEMO's linear program: which fraction alpha of the tokens keeps its
 activations (MEMO 4.1).
@@ -37,7 +37,7 @@ from farspan.program.layout import group_ranges
 from farspan.program.residency import Kind
 from farspan.spec import ModelSpec, Schedule, Tier
 
-Cut = tuple[int, ...]  # sizes of the groups, first group first
+Split = tuple[int, ...]  # sizes of the groups, first group first
 
 # A program of this many cells has about 200,000 instructions: three seconds to build and walk.
 MOST_CELLS = 24_576
@@ -49,10 +49,11 @@ PARTS_OF_ACTIVATIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Choices of a search. Fractions and the tiers of x, attention and activations stay open."""
+    """Choices that a search combines into schedules: chunk sizes, splits into groups, save
+    fractions, tiers of K, V. Tiers of x, attention and activations are always open."""
 
     chunks: tuple[int, ...]
-    cuts: tuple[Cut, ...]
+    splits: tuple[Split, ...]
     attention: tuple[float, ...]
     activations: tuple[float, ...]
     kv: tuple[Tier, ...] = tuple(Tier)
@@ -61,27 +62,27 @@ class Space:
     weights: Tier = Tier.DEVICE
 
     def schedules(self) -> Iterator[Schedule]:
-        """Yield one schedule for every chunk, cut and set of switches that makes a difference."""
+        """Yield one schedule for every chunk, split and set of switches that makes a difference."""
         for chunk in self.chunks:
-            for cut in self.cuts:
-                for base in self._switches(cut):
-                    yield replace(base, chunk=chunk, groups=cut)
+            for split in self.splits:
+                for base in self._switches(split):
+                    yield replace(base, chunk=chunk, groups=split)
 
-    def families(self) -> Iterator[tuple[Schedule, tuple[Cut, ...]]]:
-        """Yield the same schedules by family: a schedule, whose cut is open, with all its cuts."""
-        found: dict[Schedule, list[Cut]] = {}
+    def grids(self) -> Iterator[tuple[Schedule, tuple[Split, ...]]]:
+        """Yield `schedules` grouped by chunk size and switches: one of them, and all splits."""
+        found: dict[Schedule, list[Split]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
             found.setdefault(replace(schedule, groups=1), []).append(schedule.groups)
         for chunk in self.chunks:
-            for base, cuts in found.items():
-                yield replace(base, chunk=chunk), tuple(cuts)
+            for base, splits in found.items():
+                yield replace(base, chunk=chunk), tuple(splits)
 
-    def _switches(self, cut: Cut) -> Iterator[Schedule]:
-        is_deep = max(cut) > 1
+    def _switches(self, split: Split) -> Iterator[Schedule]:
+        is_deep = max(split) > 1
         opens = (False, True) if is_deep and not self.lean else (False,)
         for kv in self.kv:
-            for kept, home in self._homes(cut, kv):
+            for kept, home in self._homes(split, kv):
                 for is_open in opens:
                     for checkpoint in (False, True) if is_deep else (False,):
                         yield Schedule(
@@ -93,9 +94,9 @@ class Space:
                             weights=self.weights,
                         )
 
-    def _homes(self, cut: Cut, kv: Tier) -> Iterator[tuple[bool, Tier]]:
+    def _homes(self, split: Split, kv: Tier) -> Iterator[tuple[bool, Tier]]:
         yield False, Tier.HOST
-        if len(cut) > 1 and not self.lean and not self.staged:
+        if len(split) > 1 and not self.lean and not self.staged:
             yield True, Tier.HOST
             if kv is Tier.DEVICE:
                 yield True, Tier.DEVICE
@@ -109,7 +110,7 @@ def whole_space(question: Question) -> Space:
     return Space(
         chunk_sizes(question),
         # The stages of a pipeline are its groups.
-        cuts(model) if layout.pipeline == 1 else (tuple(stop - start for start, stop in stages),),
+        splits(model) if layout.pipeline == 1 else (tuple(stop - start for start, stop in stages),),
         tuple(part / PARTS for part in range(PARTS + 1)),
         # Ranks cannot keep activations with tensor parallelism (layout.refuse_together).
         activations if layout.tensor == 1 else (0.0,),
@@ -120,8 +121,8 @@ def whole_space(question: Question) -> Space:
 
 
 def leanest(question: Question) -> Space:
-    """Return the part of the space that takes the least memory: nothing recomputable is kept, and
-    chunks are short, since a cell's memory grows with its chunk."""
+    """Return the part of the space that takes the least memory: it saves nothing that can be
+    recomputed, and chunks are short, since a cell's memory grows with its chunk."""
     whole = whole_space(question)
     return replace(whole, chunks=whole.chunks[:2], attention=(0.0,), activations=(0.0,), lean=True)
 
@@ -140,10 +141,10 @@ def chunk_sizes(question: Question) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def cuts(model: ModelSpec) -> tuple[Cut, ...]:
-    """Return the cuts, even and tapered, for every number of groups that differs."""
+def splits(model: ModelSpec) -> tuple[Split, ...]:
+    """Return an even and a tapered split of the layers for every useful number of groups."""
     layers = len(model.layers)
-    found: dict[Cut, None] = {}
+    found: dict[Split, None] = {}
     for size in range(1, layers + 1):
         count = -(-layers // size)
         found[even(layers, count)] = None
@@ -152,15 +153,15 @@ def cuts(model: ModelSpec) -> tuple[Cut, ...]:
 
 
 def even(layers: int, groups: int) -> tuple[int, ...]:
-    """Return sizes that differ by at most one, larger ones last, which recompute a layer less."""
+    """Return sizes that differ by at most one; larger groups come last and recompute less."""
     size, more = divmod(layers, groups)
     return (size,) * (groups - more) + (size + 1,) * more
 
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
-    """Return the cut into `groups` whose fullest backward holds the fewest bytes a token:
-    boundaries below, the output's gradient unless the head makes it, and the group's K, V, dK,
-    dV."""
+    """Return the group sizes whose fullest backward holds the fewest bytes per token. Counted are
+    the hidden states between the groups below, the gradient of the group's output unless the head
+    makes it, and the group's K, V, dK, dV."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
     # Recurrent layers have no K, V; those that attend are dealt evenly among them.
@@ -169,7 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """The largest groups under a level, at least a layer each."""
+        """Return the largest group sizes under a level, at least one layer each."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
@@ -189,7 +190,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """The largest fraction that every constraint allows."""
+    """Upper bounds of MEMO's alpha, the fraction of tokens whose activations are saved."""
 
     limits: dict[str, float]  # by constraint, each between 0 and 1
 
@@ -210,7 +211,7 @@ class _Layer:
 
 
 def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
-    """Return alpha for a layer-major schedule that keeps x, O and LSE on the host."""
+    """Return alpha for a schedule that runs layer by layer and saves x, O and LSE on the host."""
     cell_prices = CellPrices(question, schedule)
     layer = _widest(cell_prices)
     prices = cell_prices.prices
@@ -245,7 +246,7 @@ def _part(room: float, size: float) -> float:
 
 
 def _widest(cell_prices: CellPrices) -> _Layer:
-    """Return the layer that swaps most; in a model of equal layers any of them."""
+    """Return the layer that swaps the most bytes."""
     keys, count = cell_prices.share.keys.total, cell_prices.cells(np.array(len(cell_prices.chunks)))
     beside, found = cell_prices.question.overlap, []
     for spec in cell_prices.classes:
@@ -282,7 +283,7 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
 
 
 def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
-    """Return 1 if the device fits two cells' rounding buffers and the rest of a step, else 0."""
+    """Return 1 if the device has room for the rounding buffers of two cells, else 0."""
     question = cell_prices.question
     if question.machine.unified:
         return 1.0

@@ -23,11 +23,11 @@ INPUT_BYTES = 3 * INDEX_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many devices have parts of what.
+    """Number of devices that share weights, gradients and optimizer states.
 
-    With tensor parallelism a device has 1 / T of a chunk's tokens between a layer's blocks,
-    attention and MLP, and gathers those of all T into each block: what is multiplied there, and so
-    saved for the backward, are all tokens.
+    With tensor parallelism a device has 1 / T of a chunk's tokens between a layer's blocks
+    (attention and MLP), and gathers the tokens of all T devices into each block. So a block
+    multiplies, and saves for the backward, all tokens of the chunk.
     """
 
     ranks: int = 1  # devices that share `.grad`, by rows
@@ -36,16 +36,16 @@ class Sharing:
     stages: int = 1  # of a pipeline, which share what lies outside the layers as well
 
     def own(self, layers: int, outer: int) -> int:
-        """A device's part of so many elements or bytes of layers, and of what lies outside them."""
+        """Return one device's share of elements or bytes, in the layers and outside."""
         return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
-        """Return one device's share of a layer's weights."""
+        """Return one device's share of a layer's weights under tensor parallelism."""
         return -(-size // self.tensor)
 
     def gathered(self, hidden_bytes: int) -> int:
-        """Return the bytes that a layer's graph holds of other devices' tokens, which are gathered;
-        `hidden_bytes` is the hidden state of the device's own part of a chunk."""
+        """Return the bytes of gathered tokens of other devices in a layer's graph. `hidden_bytes`
+        is the hidden state of the device's own part of a chunk."""
         return BLOCKS * (self.tensor - 1) * hidden_bytes
 
 
@@ -55,9 +55,9 @@ ALONE = Sharing()
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of one device by part. `gathered` are the weights that FSDP gathers for the open group
-    and for the modules outside the layers; `accumulators` are the fp32 sums of their weight
-    gradients (0 where `.grad` itself is wide enough to be the sum)."""
+    """Bytes of weights, gradients and optimizer states on one device. `gathered`: weights that FSDP
+    gathers for the open group and for the modules outside the layers. `accumulators`: fp32 sums of
+    their gradients, 0 where `.grad` is wide enough to be the sum."""
 
     weights: int
     gathered: int
@@ -72,7 +72,7 @@ class States:
 
     @property
     def on_device(self) -> int:
-        """Bytes that a device holds throughout a step, without gradients."""
+        """Bytes on the device throughout a step, without gradients."""
         return self.weights + self.reference + self.gathered + self.optimizer
 
     @property
@@ -82,7 +82,8 @@ class States:
 
 
 def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Bytes of states on one device; a frozen reference has its weights on the same tier."""
+    """Return the bytes of weights, gradients and optimizer states on one device. The weights of a
+    frozen reference lie on the same tier as the model's."""
     found = _own_states(question, group_layers)
     if question.loss.reference is not Reference.FROZEN:
         return found
@@ -90,7 +91,7 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
 
 
 def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Bytes of the trained model's states. `group_layers` are the layer ranges of the schedule's
+    """Return `states` without a reference. `group_layers` are the layer ranges of the schedule's
     groups. Whole weights on the host, and their gradients, pass through the program's buffers."""
     away = question.weights is Tier.HOST
     if away and not question.layout.cuts_weights():
@@ -121,12 +122,12 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
 
 
 def _packed(model: ModelSpec) -> int:
-    """Return the bytes that quantisation saves; one device has all quantised weights."""
+    """Return the bytes that quantization saves; every device has all quantized weights."""
     return sum(layer.work.packed for layer in model.layers)
 
 
 def _states_on_host(question: Question) -> States:
-    """States with whole weights on the host. `.grad` is the sum unless it is narrower."""
+    """States with whole weights on the host. `.grad` is the sum over chunks if wide enough."""
     model = question.model
     wide, final = model.accumulate_bytes(), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)
@@ -136,9 +137,9 @@ def _states_on_host(question: Question) -> States:
 
 
 def input_bytes(question: Question, tokens: int) -> int:
-    """Return the bytes of a batch on a rank that has `tokens` of the sequence. A loss of
-    log-probabilities adds for the whole sequence: tokens once more, the answer that each belongs
-    to, the values, the inputs of the loss, its gradient, and a reference's values."""
+    """Bytes of a batch on a rank with `tokens` of the sequence. A loss of log-probabilities adds,
+    for the whole sequence: tokens once more, each token's answer, the log-probabilities, inputs of
+    the loss, its gradient, and the reference's log-probabilities."""
     batch, loss, model = question.run.batch, question.loss, question.model
     found = INPUT_BYTES * batch * tokens
     if not loss.is_cut:
@@ -151,7 +152,7 @@ def input_bytes(question: Question, tokens: int) -> int:
 
 
 def index_bytes(model: ModelSpec, sparse: Sparse | None) -> int:
-    """Return the bytes of an index's maps, which every rank has for all layers."""
+    """Return the bytes of a sparse index's projections; every rank has those of all layers."""
     if sparse is None or not sparse.indexed:
         return 0
     choosing = (layer for layer in model.layers if layer.attends() and layer.window is None)
@@ -167,8 +168,8 @@ def sharing_of(question: Question) -> Sharing:
 
 
 def _own(sharing: Sharing, elements: int, outer: int) -> int:
-    """A device's part of so many elements, of which `outer` lie outside the layers: those are not
-    cut by heads and features."""
+    """Return one device's share of `elements`, of which `outer` lie outside the layers. Tensor
+    parallelism does not cut the latter."""
     return sharing.own(sharing.slice(elements - outer), outer)
 
 
@@ -176,15 +177,15 @@ WIDE = (Optimizer.ADAMW, Optimizer.HOST, Optimizer.DISK)
 
 
 def gradient_bytes(question: Question) -> int:
-    """Return the width of an element of `.grad` in bytes. With AdamW, on any tier, it is as wide as
-    the states and is itself the sum over chunks; so it is with `wide_gradients`."""
+    """Return the bytes per element of `.grad`. With AdamW, on any tier, and with `wide_gradients`,
+    it is as wide as the optimizer states and is itself the sum over chunks."""
     model = question.model
     is_sum = question.wide_gradients or question.optimizer in WIDE
     return model.accumulate_bytes() if is_sum else model.element_bytes
 
 
 def update_overlaps(question: Question) -> bool:
-    """Return whether weights are updated in main memory while a device computes the next step."""
+    """Return whether the host updates weights while the device computes the next step."""
     in_memory = question.weights is Tier.HOST and question.optimizer in (
         Optimizer.HOST,
         Optimizer.DISK,
@@ -194,8 +195,8 @@ def update_overlaps(question: Question) -> bool:
 
 
 def update_seconds(question: Question) -> float:
-    """Seconds of one update: every byte of gradients and states is read, and written, once. If only
-    the states are on the host, gradients go there and weights come back during the update."""
+    """Seconds of one update, which reads and writes every byte of gradients and states once. If
+    only states are on the host, gradients go there and weights come back during the update."""
     model, machine = question.model, question.machine
     if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0
@@ -225,7 +226,7 @@ def drive_bytes(question: Question) -> int:
 
 
 def drive_seconds(question: Question) -> float:
-    """Return an update's seconds on the drive that the devices of a node share."""
+    """Seconds of an update on the drive that the devices of one node share."""
     return 2 * drive_bytes(question) * question.near() / question.machine.disk
 
 
@@ -246,7 +247,7 @@ def _host_update(question: Question, final: int, element: int) -> float:
 
 
 def staged_elements(trainable: int) -> int:
-    """Return the elements of one slot through which gradients and weights pass."""
+    """Elements in one slot, through which gradients and weights pass to the host."""
     return min(STAGED, trainable)
 
 
@@ -282,6 +283,6 @@ def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
 
 
 def _state_bytes(model: ModelSpec) -> int:
-    """Return the bytes of an element's states: two moments, and a master copy of narrow weights."""
+    """Bytes of states per element: two moments, and a master copy of narrow weights."""
     wide = model.accumulate_bytes()
     return MOMENTS * wide + (wide if model.element_bytes < wide else 0)

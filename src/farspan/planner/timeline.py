@@ -63,7 +63,8 @@ IDLE = -1.0  # ready time of a lane that has no part in the instruction
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds of one step without the optimizer's update; `waited` are those of waiting for one."""
+    """Seconds of one step without the optimizer's update: in total, and busy seconds per lane.
+    `waited` are the seconds of waiting for an overlapping update."""
 
     total: float
     compute: float
@@ -74,7 +75,7 @@ class Timeline:
     waited: float = 0.0
 
     def before(self, other: "Timeline") -> "Timeline":
-        """Return the timeline of this work followed by `other`: their seconds add up."""
+        """Return the timeline of two programs run one after the other; their seconds add up."""
         return Timeline(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
@@ -90,7 +91,7 @@ class Span:
 
 @dataclass(slots=True)
 class _Use:
-    """Times from which a place may be read (after its last write) and written (its last use)."""
+    """Times of the last write and of the last use of one chunk of a buffer."""
 
     written: float
     used: float
@@ -98,7 +99,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Held:
-    """A buffer from its Allocate to its Free."""
+    """A buffer between its Allocate and its Free, with the last uses of its chunks."""
 
     buffer: Buffer
     every: _Use  # any place, including the slot's
@@ -108,7 +109,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Clock:
-    """Simulation of a program; `costs` belong to its instructions."""
+    """Simulation of one program's time, instruction by instruction."""
 
     prices: Prices
     costs: list[Cost]
@@ -178,7 +179,7 @@ class _Clock:
                     ready[lane] = end
 
     def _note_uses(self, accesses: list[Access]) -> None:
-        """Record the end of the instruction as a use of its places."""
+        """Record the instruction's end as the last use of the buffers that it reads and writes."""
         held, ends = self.held, self.ends
         for lane, name, place, writes in accesses:
             known, end = held[name], ends[lane]
@@ -192,7 +193,7 @@ class _Clock:
     # -- lanes ---
 
     def _start(self, lane: Lane) -> float:
-        """Return when the lane is free, its inputs are there and the process has issued it."""
+        """Return when the lane is free, its inputs are ready and the launch is done."""
         return max(self.free[lane], self.ready[lane], self.issued)
 
     def _do(self, lane: Lane, start: float, end: float) -> None:
@@ -225,7 +226,7 @@ class _Clock:
         self.queued.append(self.free[COMPUTE])
 
     def _stream(self, chunk: int, cost: Cost, start: float, busy: float) -> None:
-        """Simulate a cell whose prefix crosses the link block by block while it runs."""
+        """Simulate a cell whose earlier keys are fetched block by block while it runs."""
         program = self.prices.program
         blocks = max(1, -(-program.share.keys.rows[chunk][0] // program.schedule.kv_block))
         fetch, evict, compute = cost.fetch / blocks, cost.evict / blocks, busy / blocks
@@ -250,7 +251,7 @@ class _Clock:
     # -- collectives of a group ---
 
     def _gather(self, layer: int) -> None:
-        """Gather the layer's weights, cut over devices, once for all chunks of its pass."""
+        """Simulate the all-gather of a layer's sharded weights, once per pass of its group."""
         if layer in self.gathered:
             return
         groups = self.prices.program.groups
@@ -271,9 +272,10 @@ class _Clock:
 def fold(
     layers: Sequence[Hashable], groups: Sequence[tuple[int, int]], *, inside: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return fewer layers that stand for all layers of the groups, the number that each stands for,
-    and the sizes of the remaining groups. Equal entries of `layers` are equal layers. Not `inside`
-    groups if something overlaps with a whole group, whose layers then take their full time."""
+    """Return fewer layers that represent all layers of a program, the number of layers that each
+    represents, and the sizes of the remaining groups. Equal entries of `layers` are equal layers.
+    `inside` also folds layers within a group; set it to false if whole groups of weights are
+    copied, since the layers then have to take their full time."""
     kinds = [tuple(layers[first:stop]) for first, stop in groups]
     found, sizes = list[tuple[int, int]](), list[int]()
     for group, count in _folded(kinds, once=BETWEEN):
@@ -287,8 +289,8 @@ def fold(
 
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
-    """Return the remaining indices of a row, each with the number that it stands for: both ends,
-    and one of each repeating period between, with `once` separate periods on either side."""
+    """Return indices that represent a whole row, each with its number of entries. Both ends stay,
+    and of each repeating period `once` on either side and one for all others."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(
@@ -307,7 +309,7 @@ def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
 
 
 def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> int:
-    """Return how often the period at `start` occurs in a row before `end`, itself included."""
+    """Return how often the period that begins at `start` occurs in a row before `end`."""
     stop = start + period
     while stop < end and kinds[stop] == kinds[stop - period]:
         stop += 1
@@ -315,24 +317,24 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
 
 
 def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
-    """Return the seconds of a step without the update for a program with the layers of a `fold`,
-    and the additional seconds with the update `beside` it. One period counts for all that it stands
-    for, which is exact if the lanes repeat their pattern by then."""
+    """Return a step's seconds without the update for a program with the layers of a `fold`, and the
+    seconds added by an update that runs `beside` it. One period counts for all that it represents,
+    which is exact if the lanes repeat their pattern by then."""
     costs = _costs(prices)
     alone = _Clock(prices, costs).run()
     return alone, _waited(prices, costs, alone) if beside else 0.0
 
 
 def _waited(prices: Prices, costs: list[Cost], alone: float) -> float:
-    """Return the additional seconds of a step that waits for weights to be updated as it begins."""
+    """Return the seconds added to a step that waits for its weights to be updated."""
     return max(0.0, _Clock(prices, costs, updated=prices.updated()).run() - alone)
 
 
 def run_time(
     prices: Prices, *, overlap: bool, simulated: bool = True, beside: bool = False
 ) -> Timeline:
-    """Return the seconds of one step of the program that `prices` prices. Where lanes overlap and
-    are not `simulated`, the total is the busiest lane's, a lower bound. With an overlapping update
+    """Return the seconds of one step of the program in `prices`. Where lanes overlap and are not
+    `simulated`, the total is the busiest lane's, a lower bound. With an overlapping update
     (`beside`) the step also waits for its weights."""
     costs = _costs(prices)
     gathers = prices.gathers()
@@ -354,7 +356,7 @@ def run_time(
 
 
 def spans(prices: Prices, *, beside: bool = False) -> tuple[Span, ...]:
-    """Return the times of each lane's work, with overlapping copies; see `run_time`."""
+    """Return the start and end of each instruction on its lanes; see `run_time`."""
     updated = prices.updated() if beside else ()
     clock = _Clock(prices, _costs(prices), spans=[], updated=updated)
     clock.run()

@@ -49,7 +49,7 @@ LOSS = 8  # bytes of the step's accumulated loss
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at the fullest moment, without arenas, inputs and weights."""
+    """Peak bytes of a walk, without arenas, inputs and weights."""
 
     bytes: int
     gradients: int  # of all weights, at the end of a step
@@ -82,7 +82,8 @@ class _Graph:
 
 
 class Walk:
-    """A walk through one program; its registers are those of `engine.interpreter`."""
+    """Simulation of the memory that one program's cells allocate, instruction by instruction. Its
+    fields are those of `engine.interpreter`."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Walk:
         accumulates: bool = False,
     ) -> None:
         """Prepare a walk. `gradient_bytes` is the width of an element of `.grad`, by default the
-        model's own. With `accumulates` gradients of earlier batches exist from the beginning."""
+        model's. With `accumulates`, gradients of earlier batches exist from the beginning."""
         model, schedule = program.model, program.schedule
         self.program, self.profile = program, profile
         self.windows = [layer.window for layer in model.layers]
@@ -138,7 +139,7 @@ class Walk:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
-        """Allocate the gradients of all weights. If `.grad` is the sum, it grows no further."""
+        """Allocate the gradients of all weights; where `.grad` is the sum, it is allocated once."""
         if not self.streams:
             outer = sum(self.outer_weights.values())
             self._take(self._final(sum(map(sum, self.weights)), outer))
@@ -174,11 +175,11 @@ class Walk:
         return Peak(self.peak, gradients, sums)
 
     def _final(self, layers: int, outer: int = 0) -> int:
-        """Bytes in `.grad` of these elements of layers, and of what lies outside them."""
+        """Return the bytes in `.grad` of these numbers of elements, in layers and outside."""
         return 0 if self.leaves else self.sharing.own(self.final * layers, self.final * outer)
 
     def _settle(self, layers: int, outer: int = 0) -> None:
-        """A sum of so many elements becomes `.grad`, or leaves for it."""
+        """Replace fp32 sums of these numbers of elements by `.grad`."""
         size, final = self.wide * (layers + outer), self._final(layers, outer)
         if self.leaves:
             self._rise(self.sharing.own(self.wide * layers, self.wide * outer))
@@ -195,7 +196,7 @@ class Walk:
         return size
 
     def issue(self, instruction: Instruction) -> None:
-        """Walk over one instruction; buffers and copies allocate nothing."""
+        """Count the allocations of one instruction; buffers and copies allocate nothing."""
         step = self.steps.get(type(instruction))
         if step is not None:
             step(instruction)
@@ -255,7 +256,7 @@ class Walk:
         self.outer |= names
 
     def _close(self, i: Close) -> None:
-        """Turn sums into `.grad` one by one, where `.grad` is narrower."""
+        """Turn the group's sums into `.grad` one weight at a time, if `.grad` is narrower."""
         if not self.sums_apart:
             return
         layers = range(*self.program.groups[i.group])
@@ -325,7 +326,8 @@ class Walk:
         return self.kinds[key]
 
     def _tiled(self, i: Forward) -> tuple[bool, bool, bool]:
-        """Return whether the cell runs on tiles, its output is read, and it allocates the sums."""
+        """Return whether the cell runs on tiles, whether its output is read, and whether it
+        allocates the sums of weight gradients."""
         fresh = i.graph and i.layer not in self.begun
         if self.tile is None or i.kept or self._tokens(i.chunk) <= self.tile:
             value = not i.graph or self.tile is not None or (i.layer, i.chunk) not in self.unread
@@ -334,8 +336,8 @@ class Walk:
         return True, value, fresh
 
     def _start(self, start: int, window: int | None) -> int:
-        """Return an earlier start with the same sizes of key blocks. Only the number of full blocks
-        differs, and these come one after the other."""
+        """Return an earlier start whose cell has key blocks of the same sizes, so that cells share
+        results. Only the number of full blocks differs, and these run one after the other."""
         schedule = self.program.schedule
         size, chunks = schedule.kv_block, len(self.program.chunks)
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
@@ -354,8 +356,8 @@ HALF = ("bfloat16", "float16")
 
 
 def workspace_bytes(question: Question, schedule: Schedule) -> int:
-    """Return the device bytes of the largest attention call's workspace; the schedule is the
-    device's own. It is 0 if it was not measured, except for the sums of deterministic kernels."""
+    """Bytes of the largest attention call's workspace on the device. The schedule is in tokens of
+    one device (`own_schedule`). Unmeasured, only the sums of deterministic kernels count."""
     return max(_bytes(question, schedule, spec) for spec in question.model.layers)
 
 
@@ -376,7 +378,7 @@ def _bytes(question: Question, schedule: Schedule, spec: LayerSpec) -> int:
 
 
 def _sums_apart(question: Question) -> bool:
-    """Return whether flash attention 2 sums dQ deterministically."""
+    """Return whether deterministic flash attention 2 runs, which keeps several sums of dQ."""
     kernels = question.kernels
     flash = kernels.attention in (AttentionKernel.AUTO, AttentionKernel.FLASH)
     on_gpu = not question.machine.on_cpu and question.dtype in HALF
@@ -384,7 +386,7 @@ def _sums_apart(question: Question) -> bool:
 
 
 def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Return the queries and the keys of a sequence's call, in every query head of this device."""
+    """Return the number of queries and of keys in one attention call on this device."""
     layout = question.layout
     # Heads shared among ranks count as this rank's tokens; shards see the queries of all.
     own = -(-question.run.tokens // layout.sequence())

@@ -1,7 +1,7 @@
 """Memory of attention in one cell, following `engine.attention_op` and `attention.chunk`.
 
-Every statement here mirrors one there, so temporaries live as long as theirs. Legend: B batch, C
-tokens of the chunk, H query heads, Hk key-value heads, D head dim.
+Statements follow those of the two files one by one, so temporaries live as long as theirs. Legend:
+B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from farspan.profile.attention_kernels import (
     FlashSizes,
     Kernel,
     Memory,
+    MetaTensor,
     OfQueries,
-    Outline,
     PaddedSizes,
     TiledSizes,
     as_width,
@@ -39,7 +39,7 @@ from farspan.spec import LayerSpec, Sparse
 
 @dataclass(slots=True)
 class Call:
-    """The attention of one chunk without its tensors."""
+    """The attention call of one chunk, without tensors."""
 
     kernel: Kernel
     blocks: tuple[Block, ...]
@@ -57,13 +57,13 @@ def attention_bytes(
     heads_first: bool,
     chooses: bool,
 ) -> tuple[int, int]:
-    """Return peak bytes of a chunk's attention, forward and backward, with results but without
-    queries, keys and values. `run` is (batch, bytes of an element); `heads_first` gives the memory
-    layout of queries; `chooses` says that the cell chooses pages."""
+    """Return the peak bytes of one chunk's attention, (forward, backward), with results but without
+    q, k and v. `run` is (batch, bytes of an element); `heads_first` says that heads precede tokens
+    in the memory of q; `chooses` says that the cell chooses pages."""
     batch, width = run
     memory = Memory()
 
-    def given(count: int, dim: int, *, heads_first: bool = True) -> Outline:
+    def given(count: int, dim: int, *, heads_first: bool = True) -> MetaTensor:
         return memory.given((batch, count, tokens, dim), width, heads_first=heads_first)
 
     q = given(heads.query_heads, heads.head_dim, heads_first=heads_first)
@@ -98,7 +98,7 @@ def sparse_call(
     tokens: int,
     in_slots: bool,
 ) -> Call:
-    """Return the sparse form of a dense call."""
+    """Return a dense call restricted to near keys and chosen pages."""
     far = far_of(heads, sparse, run, call.q_start, tokens)
     units = 0 if far is None else most_units_of(far)
     blocks = near_blocks(call.blocks, sparse, call.q_start)
@@ -106,7 +106,7 @@ def sparse_call(
 
 
 def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block: int) -> Call:
-    """Return the dense attention of tokens [start, stop) of `batch` sequences."""
+    """Return the dense attention call of tokens [start, stop) in `batch` sequences."""
     row = batch * attention.query_heads * max(attention.head_dim, attention.value_dim)
     blocks = plan_blocks(start, stop, kv_block, attention.window)
     narrow = tuple(piece for block in blocks for piece in cut_wide(block, most_tokens(row)))
@@ -114,7 +114,7 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 
 
 def kernel_of(attention: LayerSpec) -> Kernel:
-    """Return the sizes of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
+    """Return the size model of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
     if attention.softcap is not None:
         return TiledSizes()
     if attention.head_dim == attention.value_dim:
@@ -126,8 +126,8 @@ def kernel_of(attention: LayerSpec) -> Kernel:
 
 
 def attend(
-    call: Call, q: Outline, k: Outline, v: Outline, sinks: Outline | None
-) -> tuple[Outline, Outline]:
+    call: Call, q: MetaTensor, k: MetaTensor, v: MetaTensor, sinks: MetaTensor | None
+) -> tuple[MetaTensor, MetaTensor]:
     out, lse = _attend_own(call, q, k, v)
     for visit in visits(call):
         out = as_width(out, lse.width)
@@ -149,7 +149,9 @@ def _far_bytes(call: Call, *, backward: bool) -> int:
     return far_bytes(call.far, call.most_units, backward=backward, in_slots=call.in_slots)
 
 
-def _attend_own(call: Call, q: Outline, k: Outline, v: Outline) -> tuple[Outline, Outline]:
+def _attend_own(
+    call: Call, q: MetaTensor, k: MetaTensor, v: MetaTensor
+) -> tuple[MetaTensor, MetaTensor]:
     blocks = own_blocks(call)
     if len(blocks) == 1:
         out, lse = call.kernel.forward(q, k, v, blocks[0])
@@ -167,7 +169,7 @@ def _attend_own(call: Call, q: Outline, k: Outline, v: Outline) -> tuple[Outline
     return out, lse
 
 
-def _add_sinks(out: Outline, lse: Outline) -> tuple[Outline, Outline]:
+def _add_sinks(out: MetaTensor, lse: MetaTensor) -> tuple[MetaTensor, MetaTensor]:
     with_sink = pointwise(lse)
     shrunk = as_width(out, lse.width), column(pointwise(pointwise(lse)))
     return pointwise(*shrunk), with_sink
@@ -175,13 +177,13 @@ def _add_sinks(out: Outline, lse: Outline) -> tuple[Outline, Outline]:
 
 def _attend_backward(
     call: Call,
-    dout: Outline,
-    q: Outline,
-    k: Outline,
-    v: Outline,
-    attended: tuple[Outline, Outline],
-    sinks: Outline | None,
-) -> tuple[Outline, Outline, Outline, Outline | None]:
+    dout: MetaTensor,
+    q: MetaTensor,
+    k: MetaTensor,
+    v: MetaTensor,
+    attended: tuple[MetaTensor, MetaTensor],
+    sinks: MetaTensor | None,
+) -> tuple[MetaTensor, MetaTensor, MetaTensor, MetaTensor | None]:
     width = wide(q.width)
     of_queries = OfQueries(dout, q, *attended)
     dq = _Sum(q.shape, width)
@@ -199,7 +201,9 @@ def _attend_backward(
     return whole, dk, dv, dsinks
 
 
-def _sink_gradient(dout: Outline, out: Outline, lse: Outline, sinks: Outline) -> Outline:
+def _sink_gradient(
+    dout: MetaTensor, out: MetaTensor, lse: MetaTensor, sinks: MetaTensor
+) -> MetaTensor:
     width = lse.width
     difference = pointwise(lse)
     weight = pointwise(difference)
@@ -212,13 +216,13 @@ def _sink_gradient(dout: Outline, out: Outline, lse: Outline, sinks: Outline) ->
 
 
 class _Sum:
-    """A sum of parts; a first part of full size becomes the sum."""
+    """Sum of partial results. A first part with the full shape becomes the sum without a copy."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width
-        self.sum: Outline | None = None
+        self.sum: MetaTensor | None = None
 
-    def add(self, part: Outline) -> None:
+    def add(self, part: MetaTensor) -> None:
         if self.sum is None and part.shape == self.shape:
             self.sum = part
             return
@@ -226,7 +230,7 @@ class _Sum:
             self.sum = part.memory.new(self.shape, self.width)
         self.sum = as_width(self.sum, self.width)
 
-    def total(self) -> Outline:
+    def total(self) -> MetaTensor:
         assert self.sum is not None
         return self.sum
 
@@ -234,11 +238,11 @@ class _Sum:
 def _gradients(
     call: Call,
     of_queries: OfQueries,
-    keys: Outline,
-    values: Outline,
+    keys: MetaTensor,
+    values: MetaTensor,
     visit: tuple[Block, ...],
     dq: _Sum,
-) -> tuple[Outline, Outline]:
+) -> tuple[MetaTensor, MetaTensor]:
     dk, dv = _Sum(keys.shape, dq.width), _Sum(values.shape, dq.width)
     for block in visit:
         queries = OfQueries(*(_queries(x, block) for x in of_queries))
@@ -257,13 +261,13 @@ def own_blocks(call: Call) -> tuple[Block, ...]:
 
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
-    """Yield blocks over earlier keys in ascending order, together if their key ranges overlap."""
+    """Yield blocks on earlier keys, ascending; those with overlapping keys come together."""
     for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 
 
 def _few(blocks: Iterator[Block]) -> tuple[Block, ...]:
-    """Shorten long runs of equal blocks, which add nothing to the peak."""
+    """Shorten long runs of equal blocks, which do not raise the peak."""
     kept: list[Block] = []
     repeats = 0
     for block in blocks:
@@ -278,16 +282,16 @@ def _extent(block: Block) -> tuple[int, int, bool, bool]:
     return block.queries, block.keys, block.causal, block.window is not None
 
 
-def _stored(like: Outline, visit: tuple[Block, ...]) -> Outline:
-    """Return a visit's keys or values as stored: rows of tokens in an arena."""
+def _stored(like: MetaTensor, visit: tuple[Block, ...]) -> MetaTensor:
+    """Return the keys or values of several blocks as the arena stores them, tokens first."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
     return like.memory.given((batch, heads, tokens, width), like.width, heads_first=False)
 
 
-def _queries(x: Outline, block: Block) -> Outline:
+def _queries(x: MetaTensor, block: Block) -> MetaTensor:
     return part(x, block.queries)
 
 
-def _keys(x: Outline, block: Block) -> Outline:
+def _keys(x: MetaTensor, block: Block) -> MetaTensor:
     return part(x, block.keys)

@@ -1,10 +1,9 @@
-"""Memory of attention in one block, by kernel of `attention.backends`.
+"""Memory of one attention call on a block, for each kernel of `attention.backends`.
 
-Tensors here have a size but no elements, since blocks of keys are known only when a plan is made,
-and plans are made without torch. Such a tensor is a view of a storage, and a storage counts its
-bytes from its creation to the death of its last view (CPython's reference counts, as for a tensor).
-So a peak is read off, not derived. Of a layout it is enough to know whether heads or tokens come
-first. `width` is the bytes of an element.
+Tensors here have a shape but no data (`MetaTensor`), since plans are made without torch. They are
+views of a storage, and a storage counts its bytes from its creation to the death of its last view
+(CPython's reference counts, as for a tensor). So a peak is read off, not derived. Of the memory
+layout only the order of heads and tokens matters. `width` is the bytes of an element.
 
 q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]; out [B, H, Sq, Dv], lse [B, H, Sq].
 """
@@ -23,28 +22,28 @@ Shape = tuple[int, ...]
 
 
 class Memory:
-    """A counter of the bytes of live storages, and of their peak."""
+    """Counter of the bytes of live storages, and of their peak."""
 
     __slots__ = ("live", "peak")
 
     def __init__(self) -> None:
         self.live = self.peak = 0
 
-    def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "Outline":
-        """Return a tensor that is counted elsewhere, such as a view of an arena."""
-        return Outline(Storage(self, 0), shape, width, heads_first)
+    def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
+        """Return a tensor that takes no bytes here, such as a view of an arena."""
+        return MetaTensor(Storage(self, 0), shape, width, heads_first)
 
-    def new(self, shape: Shape, width: int, *, heads_first: bool = True) -> "Outline":
-        """Return a new tensor [B, H, T, ...], stored so or as [B, T, H, ...]."""
-        return Outline(Storage(self, prod(shape) * width), shape, width, heads_first)
+    def new(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
+        """Return a new tensor [B, H, T, ...], stored as [B, T, H, ...] without `heads_first`."""
+        return MetaTensor(Storage(self, prod(shape) * width), shape, width, heads_first)
 
     def pass_by(self, size: int) -> None:
-        """Allocate bytes and free them at once."""
+        """Allocate bytes and free them at once, which only raises the peak."""
         self.new((size,), 1)
 
 
 class Storage:
-    """Bytes that live as long as a reference to them."""
+    """Bytes that stay allocated as long as a tensor refers to them."""
 
     __slots__ = ("memory", "size")
 
@@ -57,8 +56,8 @@ class Storage:
         self.memory.live -= self.size
 
 
-class Outline:
-    """A view of a storage. `whole`: it has all tokens and elements of a head."""
+class MetaTensor:
+    """View of a storage, without data. `whole`: it has all tokens and elements of a head."""
 
     __slots__ = ("heads_first", "shape", "storage", "whole", "width")
 
@@ -73,12 +72,12 @@ class Outline:
         return self.storage.memory
 
     def with_heads_first(self) -> bool:
-        """Return whether heads precede tokens in memory, and are more than one of each."""
+        """Return whether heads precede tokens in memory, with more than one of each."""
         return self.heads_first and min(self.shape[1:3]) > 1
 
 
-def as_width(x: Outline, width: int) -> Outline:
-    """Cast to another width; returns the tensor itself if it already has that width."""
+def as_width(x: MetaTensor, width: int) -> MetaTensor:
+    """Cast to elements of `width` bytes; returns the tensor itself if it has them."""
     return x if x.width == width else pointwise(x, width=width)
 
 
@@ -88,16 +87,15 @@ def broadcast(*shapes: Shape) -> Shape:
     return tuple(map(max, zip(*padded, strict=True)))
 
 
-def pointwise(*inputs: Outline, width: int | None = None) -> Outline:
-    """Return a new tensor computed element by element, in the memory order of the first input; by
-    default as wide as the widest."""
+def pointwise(*inputs: MetaTensor, width: int | None = None) -> MetaTensor:
+    """Return the new tensor of an element-wise operation, in the memory order of the first input.
+    It is as wide as the widest input unless `width` is given."""
     shape, first = broadcast(*(x.shape for x in inputs)), inputs[0]
     width = width or max(x.width for x in inputs)
     return first.memory.new(shape, width, heads_first=first.heads_first)
 
 
-def reduced(x: Outline, shape: Shape) -> Outline:
-    """Return a new tensor of sums over dimensions of `x`."""
+def reduced(x: MetaTensor, shape: Shape) -> MetaTensor:
     return x.memory.new(shape, x.width)
 
 
@@ -105,21 +103,21 @@ def reduced(x: Outline, shape: Shape) -> Outline:
 
 
 def wide(width: int) -> int:
-    """Return the bytes of an element of sums over blocks."""
+    """Return the bytes of an element in sums over blocks: 4, or 8 for float64."""
     return max(4, width)
 
 
-def part(x: Outline, tokens: int) -> Outline:
-    """Return a view of `tokens` tokens of a tensor [B, H, T, ...], at any position."""
+def part(x: MetaTensor, tokens: int) -> MetaTensor:
+    """Return a view of `tokens` consecutive tokens of a tensor [B, H, T, ...]."""
     shape = (*x.shape[:2], tokens, *x.shape[3:])
-    return Outline(x.storage, shape, x.width, x.heads_first, x.whole and tokens == x.shape[2])
+    return MetaTensor(x.storage, shape, x.width, x.heads_first, x.whole and tokens == x.shape[2])
 
 
-def column(x: Outline) -> Outline:
-    return Outline(x.storage, (*x.shape, 1), x.width, x.heads_first, x.whole)
+def column(x: MetaTensor) -> MetaTensor:
+    return MetaTensor(x.storage, (*x.shape, 1), x.width, x.heads_first, x.whole)
 
 
-def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> None:
+def merge(out: MetaTensor, lse: MetaTensor, part_out: MetaTensor, part_lse: MetaTensor) -> None:
     difference = pointwise(part_lse, lse)
     weight = pointwise(difference)
     del difference
@@ -132,38 +130,40 @@ def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> N
 
 
 class OfQueries(NamedTuple):
-    """The queries' side of a backward, as `attention.backends.BackwardQueries`."""
+    """Inputs of a backward with one row per query, as in `attention.backends.BackwardQueries`."""
 
-    dout: Outline
-    q: Outline
-    out: Outline
-    lse: Outline
+    dout: MetaTensor
+    q: MetaTensor
+    out: MetaTensor
+    lse: MetaTensor
 
 
-Gradients = tuple[Outline, Outline, Outline]
+Gradients = tuple[MetaTensor, MetaTensor, MetaTensor]
 
 
 class FlashSizes:
-    """Sizes of aten's flash attention: outputs, and a float mask if a window hides keys. Only this
-    class knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
+    """Memory of aten's flash attention: outputs, and a float mask if a window hides keys. It holds
+    for CUDA too, where outputs have the same sizes and no mask is built."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return tile_window(block)
 
-    def forward(self, q: Outline, _: Outline, __: Outline, block: Block) -> tuple[Outline, Outline]:
+    def forward(
+        self, q: MetaTensor, _: MetaTensor, __: MetaTensor, block: Block
+    ) -> tuple[MetaTensor, MetaTensor]:
         mask = self._mask(q, block)
         out = q.memory.new(q.shape, q.width, heads_first=q.heads_first)
         lse = q.memory.new(q.shape[:3], wide(q.width))
         del mask
         return out, lse
 
-    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
         mask = self._mask(of.q, block)
         parts = [x.memory.new(x.shape, x.width, heads_first=False) for x in (of.q, k, v)]
         del mask
         return parts[0], parts[1], parts[2]
 
-    def _mask(self, like: Outline, block: Block) -> Outline | None:
+    def _mask(self, like: MetaTensor, block: Block) -> MetaTensor | None:
         if block.window is None:
             return None
         hidden = pointwise(visible(like.memory, block))
@@ -172,7 +172,7 @@ class FlashSizes:
 
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:
-    """Sizes of `inner` on heads padded to `width`, whose copies live as long as the call."""
+    """Memory of `inner` on heads padded to `width`; the copies live as long as the call."""
 
     inner: FlashSizes
     width: int
@@ -180,31 +180,33 @@ class PaddedSizes:
     def split(self, block: Block) -> tuple[Block, ...]:
         return self.inner.split(block)
 
-    def forward(self, q: Outline, k: Outline, v: Outline, block: Block) -> tuple[Outline, Outline]:
+    def forward(
+        self, q: MetaTensor, k: MetaTensor, v: MetaTensor, block: Block
+    ) -> tuple[MetaTensor, MetaTensor]:
         q, k, wide_v = map(self._wide, (q, k, v))
         out, lse = self.inner.forward(q, k, wide_v, block)
         return _cut(out, v.shape[3]), lse
 
-    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
         dout, q, out, wide_k, wide_v = map(self._wide, (of.dout, of.q, of.out, k, v))
         padded = OfQueries(dout, q, out, of.lse)
         dq, dk, dv = self.inner.backward(padded, wide_k, wide_v, block)
         return _cut(dq, of.q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
 
-    def _wide(self, x: Outline) -> Outline:
+    def _wide(self, x: MetaTensor) -> MetaTensor:
         if x.shape[3] == self.width:
             return x
         return x.memory.new((*x.shape[:3], self.width), x.width, heads_first=False)
 
 
-def _cut(x: Outline, elements: int) -> Outline:
-    """Return a view of the first elements of every head."""
+def _cut(x: MetaTensor, elements: int) -> MetaTensor:
+    """Return a view of the first `elements` elements of every head."""
     whole = x.whole and elements == x.shape[3]
-    return Outline(x.storage, (*x.shape[:3], elements), x.width, x.heads_first, whole)
+    return MetaTensor(x.storage, (*x.shape[:3], elements), x.width, x.heads_first, whole)
 
 
-def visible(memory: Memory, block: Block) -> Outline:
-    """Return which keys each query sees, bool [Sq, Sk], from int64 distances."""
+def visible(memory: Memory, block: Block) -> MetaTensor:
+    """Return the mask of keys that each query sees, bool [Sq, Sk], from int64 distances."""
     _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
     del keys
@@ -216,12 +218,14 @@ def visible(memory: Memory, block: Block) -> Outline:
 
 
 class TiledSizes:
-    """Sizes of plain attention with a soft cap, tile by tile, in the accumulate dtype."""
+    """Memory of plain attention with a soft cap, computed tile by tile in the accumulate dtype."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return (block,)
 
-    def forward(self, q: Outline, k: Outline, v: Outline, block: Block) -> tuple[Outline, Outline]:
+    def forward(
+        self, q: MetaTensor, k: MetaTensor, v: MetaTensor, block: Block
+    ) -> tuple[MetaTensor, MetaTensor]:
         width = wide(q.width)
         batch, heads, queries, _ = q.shape
         out = q.memory.new((batch, heads, queries, v.shape[3]), q.width, heads_first=False)
@@ -239,12 +243,12 @@ class TiledSizes:
                 merge(sum_out, sum_lse, weighted, _flat(part_lse, sum_lse.shape))
         return out, lse
 
-    def _weighted(self, scores: Outline, lse: Outline, v: Outline) -> Outline:
+    def _weighted(self, scores: MetaTensor, lse: MetaTensor, v: MetaTensor) -> MetaTensor:
         weights = pointwise(pointwise(scores, column(lse)))
         values = as_width(v, scores.width)
         return scores.memory.new((*weights.shape[:3], values.shape[3]), scores.width)
 
-    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
         dout, q, out, lse = of
         width, kv_heads = wide(q.width), k.shape[1]
         dq, dk, dv = (pointwise(x, width=width) for x in (q, k, v))
@@ -269,7 +273,9 @@ class TiledSizes:
                 del added
         return dq, dk, dv
 
-    def _score_gradient(self, weights: Outline, delta: Outline, slope: Outline) -> Outline:
+    def _score_gradient(
+        self, weights: MetaTensor, delta: MetaTensor, slope: MetaTensor
+    ) -> MetaTensor:
         upstream = pointwise(weights)
         centred = pointwise(upstream, delta)
         del upstream
@@ -277,7 +283,7 @@ class TiledSizes:
         del centred
         return pointwise(product, pointwise(slope))
 
-    def _scores(self, q: Outline, k: Outline, tile: Block) -> tuple[Outline, Outline]:
+    def _scores(self, q: MetaTensor, k: MetaTensor, tile: Block) -> tuple[MetaTensor, MetaTensor]:
         memory = q.memory
         scores = self._products(q, k, wide(q.width))
         bounded = pointwise(pointwise(scores))
@@ -288,7 +294,7 @@ class TiledSizes:
             scores = pointwise(scores, tall)
         return scores, slope
 
-    def _products(self, q: Outline, k: Outline, width: int) -> Outline:
+    def _products(self, q: MetaTensor, k: MetaTensor, width: int) -> MetaTensor:
         stacked = _stack(as_width(q, width), k.shape[1])
         keys = as_width(k, width)
         shape = (*stacked.shape[:3], keys.shape[2])
@@ -298,22 +304,22 @@ class TiledSizes:
 Kernel = FlashSizes | PaddedSizes | TiledSizes
 
 
-def _stack(x: Outline, kv_heads: int) -> Outline:
-    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies unless heads are rows in memory."""
+def _stack(x: MetaTensor, kv_heads: int) -> MetaTensor:
+    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies if tokens precede heads."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
     if heads == kv_heads or tokens == 1 or (x.heads_first and x.whole):
-        return Outline(x.storage, shape, x.width, heads_first=True)
+        return MetaTensor(x.storage, shape, x.width, heads_first=True)
     return x.memory.new(shape, x.width)
 
 
-def _flat(x: Outline, shape: tuple[int, ...]) -> Outline:
-    return Outline(x.storage, shape, x.width, heads_first=True)
+def _flat(x: MetaTensor, shape: tuple[int, ...]) -> MetaTensor:
+    return MetaTensor(x.storage, shape, x.width, heads_first=True)
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
-    """Yield a few of the largest tiles of queries, each with the first and last of its tiles of
-    keys: enough to reach the peak."""
+    """Yield (queries, key tiles) for the few tiles that reach the peak memory: the largest tiles of
+    queries, each with its first and last tiles of keys."""
     starts = list(range(block.q_start, block.q_stop, TILE))
     for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
         tiles = key_tiles(block, q_start, TILE)

@@ -41,7 +41,7 @@ PATIENCE = 2.5  # seconds to wait for the hub's first answer
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model whose configuration ships with farspan, and the source of that."""
+    """A model whose configuration ships with farspan, with the configuration's source."""
 
     name: str
     source: str
@@ -51,7 +51,6 @@ class Preset:
 
 
 def presets() -> tuple[Preset, ...]:
-    """Return the models that ship with farspan."""
     return _presets()
 
 
@@ -103,7 +102,7 @@ def find_preset(model: str) -> Preset | None:
 
 def _preset_called(model: str) -> Preset | None:
     """Return the preset of a name in any usual spelling: `Qwen3 8B`, `qwen3_8b`, its hub address.
-    Without an owner, names of tuned models count too, since their shapes are the same."""
+    Without an owner, fine-tuned models count too, since their shapes are the same."""
     if model.startswith((".", "/", "~")):
         return None  # a path
     address = _ADDRESS.fullmatch(model)
@@ -112,8 +111,8 @@ def _preset_called(model: str) -> Preset | None:
 
 
 def refuse_unreachable(field: str, name: str) -> None:
-    """Make the Hugging Face libraries use the cache if the hub does not answer. They would retry
-    for half a minute. Raises UnsupportedError if `name` is not in the cache."""
+    """Make the Hugging Face libraries use only the cache if the hub does not answer. Otherwise they
+    retry for half a minute. Raises UnsupportedError if `name` is not in the cache."""
     constants = load("huggingface_hub", "constants")
     why = None if constants.HF_HUB_OFFLINE else _unreachable()
     if why is None:
@@ -137,7 +136,7 @@ def refuse_unreachable(field: str, name: str) -> None:
 
 @cache
 def _unreachable() -> str | None:
-    """Return why the hub does not answer within seconds; None if it gives any answer."""
+    """Return the reason why the hub cannot be reached, or None if it answers within seconds."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE)
     answers: list[str | None] = []
@@ -163,8 +162,8 @@ def _unreachable() -> str | None:
 
 
 def refuse_absent(field: str, name: str) -> None:
-    """Raise UnsupportedError for a path that is neither local nor on a hub that can be reached.
-    The library would retry silently for most of a minute."""
+    """Raise UnsupportedError for a path that is neither local nor on a hub that answers. The
+    library would retry silently for most of a minute."""
     if is_on_hub(name):
         refuse_unreachable(field, name)
     elif not _HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists():
@@ -175,8 +174,8 @@ def refuse_absent(field: str, name: str) -> None:
 
 
 def hub_name(field: str, name: str) -> str:
-    """Return a preset's name on the hub, or any other name as it is. A folder of that name comes
-    first. Raises UnsupportedError for a preset without published weights."""
+    """Return a preset's name on the hub; any other name is returned unchanged. A local folder of
+    that name comes first. Raises UnsupportedError for a preset without published weights."""
     preset = None if Path(name).expanduser().exists() else _named().get(_plain(name))
     if preset is None:
         return name
@@ -189,7 +188,7 @@ def hub_name(field: str, name: str) -> str:
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """Split `name@revision` into name and revision; None for a folder or a name without one."""
+    """Split `name@revision` into name and revision, None for a folder or without one."""
     name, _, revision = model.partition("@")
     on_hub = revision and _HUB_NAME.fullmatch(name) and not Path(model).expanduser().exists()
     return (name, revision) if on_hub else (model, None)
@@ -201,8 +200,8 @@ def with_revision(path: str, revision: str | None) -> str:
 
 
 def pinned(revision: str | None) -> dict[str, str]:
-    """Return `from_pretrained` arguments that pin a revision. Code in another repository must have
-    the same revision, or it is not found."""
+    """Return the arguments of `from_pretrained` that pin a revision. Code in another repository
+    must have the same revision, or it is not found."""
     return {} if revision is None else {"revision": revision, "code_revision": revision}
 
 
@@ -237,7 +236,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
 
 def read_config(path: Path, field: str = "model") -> dict[str, Any]:
     """Return the configuration in a JSON file. Raises UnsupportedError, naming the run file's
-    field, if it cannot be read or has sizes that no model has."""
+    field, if the file cannot be read or has sizes that no model has."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_CONFIG + 1)
@@ -258,8 +257,8 @@ def read_config(path: Path, field: str = "model") -> dict[str, Any]:
 
 
 def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedError for sizes that no model has; the message begins with `where`. To
-    build such a model would not end, even without weights."""
+    """Raise UnsupportedError for a configuration with sizes that no model has. Building such a
+    model would not end, even without weights. The message begins with `where`."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             refuse_huge(value, f"{where}{name}.")
@@ -273,7 +272,7 @@ def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _close(model: str) -> str:
-    """Suggest presets with a similar name, or list presets."""
+    """Return a suggestion of presets with similar names, or a list of presets."""
     names = {preset.name.lower(): preset.name for preset in presets()}
     near = difflib.get_close_matches(model.lower().split("/")[-1], names, CLOSE, cutoff=0.5)
     if near:
@@ -292,7 +291,7 @@ def _presets() -> tuple[Preset, ...]:
 
 @cache
 def _named() -> dict[str, Preset]:
-    """Return presets by all their names, reduced to letters and digits."""
+    """Return the presets by each of their names, reduced to letters and digits."""
     return {
         _plain(name): preset
         for preset in presets()
@@ -302,5 +301,4 @@ def _named() -> dict[str, Preset]:
 
 
 def _plain(name: str) -> str:
-    """Reduce a name to lower-case letters and digits."""
     return "".join(filter(str.isalnum, name.lower()))

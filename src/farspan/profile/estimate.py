@@ -30,7 +30,7 @@ Widths = Sequence[tuple[int, int]]  # inner and outer width of each linear modul
 
 @lru_cache(maxsize=64)
 def estimated(model: ModelSpec, rank: int | None = None) -> ModelProfile:
-    """Estimate the profile of a decoder run by PyTorch's operators; `rank` as in `Variant`."""
+    """Return an estimated profile of a model known only by its shapes; `rank` as in `Variant`."""
     layers = list(dict.fromkeys(model.layers))
     names = {2: "bfloat16", 4: "float32", 8: "float64"}
     return ModelProfile(
@@ -43,8 +43,8 @@ def estimated(model: ModelSpec, rank: int | None = None) -> ModelProfile:
 
 
 def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
-    """Estimate a kind of layer. Its cell has queries, keys and values when it attends; then three
-    tensors as wide as its widest product, or its whole graph."""
+    """Estimate one kind of layer. While the layer attends, its cell has q, k and v; later it has
+    three tensors as wide as its widest product, or its whole graph."""
     width, work = model.element_bytes, layer.work
     hidden = model.hidden * width
     heads = layer.query_heads * layer.head_dim
@@ -74,9 +74,8 @@ def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
 
 
 def _outer(model: ModelSpec) -> OuterProfile:
-    """Estimate the part outside the layers. Logits of a piece exist once in the model's dtype and
-    three times in the accumulate dtype. All weights count as the head's, since their division is
-    unknown."""
+    """Estimate the modules outside the layers. Logits of a piece exist once in the model's dtype
+    and three times in the accumulate dtype. All weights count as the head's."""
     width, trained = model.element_bytes, model.outer_trainable()
     hidden = model.hidden * width
     wide = model.accumulate_bytes()
@@ -104,19 +103,19 @@ def _outer(model: ModelSpec) -> OuterProfile:
 
 
 def packed_bytes(inner: int, outer: int) -> int:
-    """Return the bytes of one packed weight."""
+    """Return the bytes of one 4-bit weight with its scales."""
     scales = _scales(inner, outer)
     return -(-inner * outer // 2) + scales + 4 * -(-scales // SCALES) + TABLES
 
 
 def unpacked_bytes(inner: int, outer: int, width: int) -> int:
-    """Return the bytes of a weight and its scales in a product; elements have `width` bytes."""
+    """Bytes of a 4-bit weight unpacked for a product, with scales; `width` is per element."""
     return inner * outer * width + 4 * _scales(inner, outer)
 
 
 def adapted(layer: LayerSpec, rank: int) -> Widths:
-    """Return the widths of a layer's linear modules, which all have adapters of `rank`. The two
-    products of an adapter follow the product of its module."""
+    """Return the widths of a layer's linear modules with adapters of this rank. The two products of
+    an adapter follow the product of its module."""
     products = layer.work.products
     return tuple(
         (inner, outer)
@@ -126,8 +125,8 @@ def adapted(layer: LayerSpec, rank: int) -> Widths:
 
 
 def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile:
-    """Return the profile with 4-bit weights in the given linear modules, by kind of layer. At each
-    moment of a cell the largest weight counts as unpacked."""
+    """Return a profile with 4-bit weights in the given linear modules, keyed by kind of layer. At
+    each moment of a cell the largest weight counts as unpacked."""
     width = profile.spec.element_bytes
     spared = {
         kind: sum(inner * outer * width - packed_bytes(inner, outer) for inner, outer in of)
@@ -150,7 +149,7 @@ def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile
 
 
 def _unpacking(kind: KindProfile, more: int) -> KindProfile:
-    """Add `more` bytes to every moment of a product in a kind's cells."""
+    """Return a kind with `more` bytes at every moment of its cells outside attention."""
     cells = {name: _raised(lines, more) for name, lines in kind.cells.items()}
     return replace(kind, cells=cells)
 

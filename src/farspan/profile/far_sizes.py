@@ -25,7 +25,7 @@ HELD, FOUND = 10, 16
 
 @dataclass(frozen=True, slots=True)
 class FarRow:
-    """One page of queries of a key-value head and the pages that it chose."""
+    """One page of queries of one key-value head, with its chosen pages."""
 
     group: int  # query heads of the key-value head
     query_page: int  # tokens
@@ -43,7 +43,6 @@ class FarRow:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of the accumulate dtype."""
         return max(4, self.width)
 
     @property
@@ -55,7 +54,7 @@ class FarRow:
         return self.group * self.query_page
 
     def bytes(self, *, masked: bool, backward: bool) -> int:
-        """Return the peak bytes of a row of a part, while it is attended or joined."""
+        """Peak bytes of a row, while attended or added to earlier parts."""
         if backward:
             return max(self._backward(masked), self._joined_backward(masked))
         return max(self._forward(masked), self._joined(masked))
@@ -77,7 +76,7 @@ class FarRow:
         return computed
 
     def _joined(self, masked: bool) -> int:
-        """Return the peak bytes of joining a part's results to earlier ones in the forward."""
+        """Peak bytes of adding a row's result to those of earlier parts in the forward."""
         narrow = self.width < self.wide and not self.plain
         part = self.value_dim * self.width + self.wide
         whole = (self.value_dim + 1) * self.wide
@@ -85,8 +84,7 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """Return the peak bytes of the backward while a part's gradients are added to the sums of
-        earlier parts."""
+        """Peak bytes of adding a row's dK, dV to the sums of earlier parts in the backward."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:
@@ -110,8 +108,8 @@ class FarRow:
         return copies
 
     def _plain(self) -> int:
-        """Return the bytes of PlainPages: six matrices of scores at most, keys and values or their
-        gradients of each head of a group, twice, and the inputs, in the accumulate dtype."""
+        """Return the extra bytes of `PlainPages`: at most six score matrices, two copies of each
+        query head's keys and values or their gradients, and the inputs, in the accumulate dtype."""
         if not self.plain:
             return 0
         dims = self.head_dim + self.value_dim
@@ -127,8 +125,10 @@ def far_bytes(
     backward: bool,
     in_slots: bool = False,
 ) -> int:
-    """Return the peak bytes of the far part of a chunk's forward or backward, on a CPU, without the
-    tensors that it joins; slabs excluded if they are `in_slots`.
+    """Return the peak bytes of attention to chosen pages in one chunk's forward or backward, on a
+    CPU. Left out are the tensors that the result is added to, and slabs if they lie `in_slots`. The
+    peak is reached if all pages of a slab are distinct and it has its largest size. aten's flash
+    attention takes up to 0.3 MB per thread in addition.
 
     Reached if all pages of a slab are distinct and it has its largest size. In addition, aten's
     flash attention takes up to 0.3 MB a thread.
@@ -156,7 +156,7 @@ def far_bytes(
 
 
 def _chunk_bytes(far: Far, backward: bool) -> int:
-    """Return the bytes of copies of a whole chunk if its last page is ragged."""
+    """Return the bytes of padded copies of a chunk whose last page is incomplete."""
     if far.tokens % far.query_page == 0:
         return 0
     tokens, wide = far.batch * far.query_pages * far.query_page, far.wide
@@ -181,9 +181,9 @@ MASKS = 3  # bytes of masks per sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Return the peak bytes of choosing a chunk's pages: an index's queries; during the votes, the
-    mean keys in the accumulate dtype and parts of the scores; then votes, sorted, and masks. Ranked
-    superpages take the same, then copies of their pages' mean keys."""
+    """Return the peak bytes of choosing one chunk's pages. They are an index's queries; while
+    voting, the mean keys in the accumulate dtype and parts of the scores; then votes, sorted votes
+    and masks. Ranking superpages takes the same, then copies of the mean keys of their pages."""
     wide, keys = far.wide, far.candidates * far.means
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     if far.refined:
@@ -203,8 +203,8 @@ def choice_bytes(far: Far) -> int:
 
 
 def fullest_choice_bytes(far: Far) -> int:
-    """Return the peak bytes of choosing in a chunk or in any earlier one: the last chunk that
-    compares all pages may hold more than a later one that ranks superpages."""
+    """Return the largest `choice_bytes` of this chunk and all earlier ones. The last chunk that
+    compares all pages may take more than a later one that ranks superpages first."""
     if not far.refined:
         return choice_bytes(far)
     flat = replace(far, refined=0, candidates=2 * SUPERPAGE * far.refined - 1)
@@ -212,7 +212,7 @@ def fullest_choice_bytes(far: Far) -> int:
 
 
 def _refining_bytes(far: Far, dim: int) -> int:
-    """Return the bytes while pages of superpages vote by keys of `dim` dims, or are chosen."""
+    """Bytes of comparing and choosing pages within ranked superpages; keys have `dim` dims."""
     wide, rows = far.wide, far.batch * far.kv_heads
     columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
     row = rows * means * (dim + FarRow.of(far).queries)
@@ -226,7 +226,7 @@ def _refining_bytes(far: Far, dim: int) -> int:
 
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
-    """Return the heads and tokens of the queries that vote at one time, by `keys` mean keys."""
+    """Number of heads and of query tokens that vote at one time, over `keys` mean keys."""
     group, together = far.heads // far.kv_heads, far.query_page
     row = far.batch * group * keys
     heads = min(far.kv_heads, max(1, UNDIVIDED * SCORES // (row * together)))
@@ -237,8 +237,8 @@ def _voting(far: Far, keys: int) -> tuple[int, int]:
 
 
 def watch_bytes(far: Far, q_start: int) -> int:
-    """Return the peak bytes of measuring visible mass: the scores of a few sampled queries, and
-    keys in the accumulate dtype."""
+    """Return the peak bytes of measuring how much attention mass the chosen pages have: scores of a
+    few sampled queries, and keys in the accumulate dtype."""
     keys = far.batch * min(q_start, WATCHED_KEYS)
     scores = far.heads * SAMPLES
     queries = far.batch * scores * far.head_dim
@@ -247,9 +247,9 @@ def watch_bytes(far: Far, q_start: int) -> int:
 
 
 def lesson_bytes(far: Far) -> int:
-    """Return the peak bytes of one training example of an index: keys of the pages that one page of
-    queries chose, in the accumulate dtype too if that is wider; their masks and indices; scores of
-    all heads for the masses, then those of the index and their gradients."""
+    """Return the peak bytes of one training example of an index. They are the keys of the pages
+    that one page of queries chose, also in the accumulate dtype if that is wider; their masks and
+    indices; scores of all heads for the masses, then those of the index and their gradients."""
     keys = far.batch * far.kv_heads * far.chosen * far.page
     copied = (far.width < far.wide) * far.head_dim * far.wide
     queries, group = far.query_page, far.heads // far.kv_heads

@@ -1,5 +1,4 @@
-"""The profile of a model: its bytes by cell and stage, as a value that planning reads without
-torch.
+"""Profile of a model: bytes of its cells and of its modules outside the layers, read without torch.
 
 `farspan.engine.profile` measures it once, by running the engine's own cells on the meta device.
 Each quantity is a line in the tokens of a cell, or the maximum of several lines. The memory of
@@ -20,19 +19,19 @@ Peak = tuple[Line, ...]  # lines of moments, each possibly the peak
 
 
 def at(line: Line, *tokens: int) -> int:
-    """Return the bytes of a line for its counts of tokens; chunks count all sequences."""
+    """Bytes of a line at these counts of tokens. Tokens of a chunk count in all sequences."""
     constant, *slopes = line
     return ceil(constant + sum(a * b for a, b in zip(slopes, tokens, strict=True)) - 1e-6)
 
 
 def highest(peak: Peak, *tokens: int) -> int:
-    """Return the bytes at the fullest moment; 0 without moments."""
+    """Return the largest bytes of several lines at these counts of tokens; 0 without lines."""
     return max((at(line, *tokens) for line in peak), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The way a model is trained, as far as it changes cells."""
+    """Training options that change the memory of cells: precision, adapters, kernels."""
 
     dtype: str = "bfloat16"  # torch's name
     # Rank of LoRA on every linear module of the layers; 0: full training; None: other adapters.
@@ -43,7 +42,6 @@ class Variant:
     nf4: bool = False  # frozen weights of linear modules have four bits
 
     def key(self) -> str:
-        """Return a unique name of the variant."""
         words = [self.dtype, *[f"lora{self.rank}"] * bool(self.rank)]
         words += [name for name in ("fused", "adds", "tiled", "nf4") if getattr(self, name)]
         return " ".join(words)
@@ -51,8 +49,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class CellLines:
-    """Memory of a layer's cell in one way of running it. Lines count tokens and, if token-wise
-    modules run on tiles, tokens of a tile. Lines of the backward include the graph."""
+    """Memory of a layer's cell run in one form (`form`). Lines count the cell's tokens and, with
+    token-wise modules on tiles, a tile's tokens. Lines of the backward include the graph."""
 
     asked: Peak  # until the cell calls attention, where a pass for K, V stops
     before: Peak  # until attention kernels run
@@ -69,7 +67,7 @@ class CellLines:
 
 @dataclass(frozen=True, slots=True)
 class KindProfile:
-    """Layers that are built and called alike."""
+    """Memory of all layers that are built and called alike."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
     heads_first: bool  # memory layout of queries, which O has too
@@ -84,7 +82,7 @@ def form(
     unread: bool = False,
     tiled: bool = False,
 ) -> str:
-    """Name a way to run a cell.
+    """Return the name of a way to run a cell.
 
     It may build a graph, keep the graph after its chunk, begin sums of weight gradients in its
     backward (`fresh`), skip a product without readers (`unread`), and run token-wise modules on
@@ -98,7 +96,7 @@ def form(
 
 @dataclass(frozen=True, slots=True)
 class OuterProfile:
-    """Memory outside the layers. Lines of the head count tokens of a chunk and of a piece."""
+    """Memory outside the layers. Lines of the head count tokens of a chunk and of a loss piece."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
     by_head: tuple[bool, ...]  # whether the head begins their sums, not the embedding's backward
@@ -116,8 +114,7 @@ class OuterProfile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelProfile:
-    """A model in one dtype, trained in one way, on one choice of kernels. Each exists once, so
-    profiles compare by identity."""
+    """Memory profile of a model in one variant. Each exists once, so identity compares them."""
 
     spec: ModelSpec
     kinds: tuple[KindProfile, ...]
@@ -151,7 +148,7 @@ class CellKind:
 
 @dataclass(frozen=True, slots=True)
 class CellBytes:
-    """Bytes of a cell; a rise counts from the memory at the start of the instruction."""
+    """Bytes of one cell. A rise is the peak minus the memory at the start of the instruction."""
 
     forward_rise: int
     out: int
@@ -166,7 +163,7 @@ class CellBytes:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of a stage outside the layers."""
+    """Bytes of running a module outside the layers on a chunk."""
 
     rise: int
     out: int  # its output register
@@ -176,7 +173,7 @@ class StageBytes:
 
 @dataclass(slots=True)
 class ProfiledCells:
-    """Bytes of a model's cells, computed once for each kind."""
+    """Bytes of a model's cells, each kind computed once."""
 
     profile: ModelProfile
     batch: int
@@ -229,7 +226,7 @@ class ProfiledCells:
     def _backward(
         self, lines: CellLines, tokens: tuple[int, ...], waits: int, attention: int
     ) -> int:
-        """Return the bytes at the fullest moment, including the graph."""
+        """Return the peak bytes of a cell's backward, including its graph."""
         return max(
             highest(lines.backward_before, *tokens) + waits,
             at(lines.backward_at, *tokens) + waits + attention,
@@ -247,7 +244,7 @@ class ProfiledCells:
 
 
 def _lines_of(made: KindProfile, kind: CellKind) -> CellLines:
-    """Return the lines of a cell's form, or of the nearest measured one. A layer may lack lines
+    """Return the lines of a cell's form, or of the nearest measured form. A layer may lack lines
     without the unread product, or with tiles."""
     named = form(
         graph=kind.graph,
@@ -263,7 +260,7 @@ def _lines_of(made: KindProfile, kind: CellKind) -> CellLines:
 
 @dataclass(slots=True)
 class ProfiledStages:
-    """Bytes of the stages outside the layers."""
+    """Bytes of running the modules outside the layers."""
 
     profile: ModelProfile
     batch: int
@@ -293,11 +290,11 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Return the tensors whose sums the head begins, or else the embedding's backward."""
+        """Return the tensors whose gradient sums the head begins, or the embedding's backward."""
         pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
         return frozenset(name for name, is_head in pairs if is_head is by_head)
 
 
 def outer_names(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a name for each trained tensor outside the layers."""
+    """Return a made-up name for each trained tensor outside the layers."""
     return tuple(map(str, range(len(profile.outer.weights))))

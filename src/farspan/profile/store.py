@@ -41,7 +41,7 @@ Measure = Callable[[Mapping[str, Any], Variant, str], ModelProfile]
 
 @dataclass(frozen=True, eq=False)
 class Profiles:
-    """The profiles of one model, each loaded or measured when first used."""
+    """Profiles of one model in all variants, each loaded or measured on first use."""
 
     config: Mapping[str, Any]
     name: str
@@ -53,17 +53,17 @@ class Profiles:
     _known: dict[Variant, ModelProfile] = field(default_factory=dict, init=False)
 
     def rank(self, lora: int) -> int | None:
-        """Return the rank of adapters for `Variant`; None if the model has its own."""
+        """Return `Variant.rank` for LoRA of this rank; None if the model has own adapters."""
         return lora if self.made is None else None
 
     def widest_rank(self) -> int:
-        """Return the largest rank that adapters can use: the narrower side of a linear module."""
+        """Return the largest useful rank of adapters: the narrower side of a linear module."""
         rank = RANKS[0]
         layers = set(self.of(Variant(rank=rank)).spec.layers)
         return max((min(widths) for one in layers for widths in adapted(one, rank)), default=1)
 
     def of(self, variant: Variant) -> ModelProfile:
-        """Return the profile of a variant. Raises UnsupportedError if there can be none."""
+        """Return the profile of a variant. Raises UnsupportedError if it cannot be measured."""
         if variant not in self._known:
             profile = self._plain(variant)
             self._known[variant] = replace(profile, spec=replace(profile.spec, name=self.name))
@@ -130,12 +130,12 @@ def profiles_of(
     preset: str | None = None,
     measuring: Callable[[], Measure] | None = None,
 ) -> Profiles:
-    """Return the one `Profiles` of a model, so that questions about one model are equal."""
+    """Return the one `Profiles` of a model, so that questions about the model are equal."""
     return _profiles(json.dumps(config, default=str), name, preset, measuring)
 
 
 def find_profiles(model: str, measuring: Callable[[], Measure] | None = None) -> Profiles:
-    """Return the profiles of a model as `find_config` takes it. Raises UnsupportedError."""
+    """Return the profiles of a model named as for `find_config`. Raises UnsupportedError."""
     preset = find_preset(model)
     if preset is not None:
         return profiles_of(preset.config, preset.name, preset.name, measuring)
@@ -160,7 +160,7 @@ def shipped(preset: str) -> dict[str, Any]:
 
 
 def make(config: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
-    """Measure the shipped variants of a model, by `Variant.key`."""
+    """Measure the variants of a model that ship, by `Variant.key`."""
     profiles: dict[str, Any] = {}
     for variant in SHIPPED:
         profiles[variant.key()] = to_json([measure(config, variant, "")])[0]
@@ -173,7 +173,7 @@ def make(config: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
 
 
 def write(preset: str, made: Mapping[str, Any]) -> Path:
-    """Write the shipped variants of a preset into the package, a line for each."""
+    """Write a preset's shipped variants into the package, one per line."""
     rows = (f"{json.dumps(key)}:{_text(value)}" for key, value in made.items())
     path = PRESETS / f"{preset}.json"
     path.parent.mkdir(exist_ok=True)
@@ -199,8 +199,8 @@ def cache_folder() -> Path:
 
 
 def digest(config: Mapping[str, Any], variant: Variant) -> str:
-    """Return a digest of everything that a profile depends on. That includes releases of libraries,
-    which define the layers and the memory of operators."""
+    """Return a hash of everything that a profile depends on, including releases of libraries, which
+    define the layers and the memory of operators."""
     releases = [_measuring(), *map(version, ("torch", "transformers"))]
     text = json.dumps([releases, variant.key(), config], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -208,7 +208,7 @@ def digest(config: Mapping[str, Any], variant: Variant) -> str:
 
 @cache
 def _measuring() -> str:
-    """Return a digest of the measuring code, which also changes between releases."""
+    """Return a hash of the measuring code, which also changes between releases."""
     digest = hashlib.sha256()
     for part in "attention", "engine", "hf", "kernels", "profile":
         for path in sorted((Path(__file__).parents[1] / part).glob("*.py")):
@@ -220,8 +220,8 @@ def _measuring() -> str:
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
-    """Convert profiles of one model at several ranks to plain values. Moments that are never the
-    peak in any of the profiles are left out."""
+    """Convert profiles of one model at several ranks to plain values, without lines that never
+    peak."""
     values = [_plain(profile) for profile in profiles]
     _prune(values)
     return values
@@ -239,7 +239,6 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Convert floats without a fraction to int, and tuples to lists."""
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -248,7 +247,7 @@ def _whole(value: Any) -> Any:
 
 
 def _prune(values: Sequence[Any]) -> None:
-    """Remove moments that are never the peak from values of equal structure."""
+    """Remove lines that are never the peak, from values of equal structure."""
     first = values[0]
     if isinstance(first, list):
         for items in zip(*values, strict=True):
@@ -266,7 +265,7 @@ def _prune(values: Sequence[Any]) -> None:
 
 
 def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
-    """Yield the indices of moments that no other moment exceeds in every number of every peak."""
+    """Yield the indices of lines that no other line exceeds in every number of every profile."""
     rows = [[number for line in lines for number in line] for lines in zip(*peaks, strict=True)]
     for place, row in enumerate(rows):
         others = (above for other, above in enumerate(rows) if above != row or other < place)
@@ -287,7 +286,7 @@ def between(low: Any, high: Any, part: float) -> Any:
 
 
 def from_json(value: Mapping[str, Any]) -> ModelProfile:
-    """Build a profile from plain values. Raises KeyError or TypeError if they are not one."""
+    """Build a profile from plain values. Raises KeyError or TypeError for other values."""
     kind_of = tuple(value["kind_of"])
     layers = [_layer(layer) for layer in value["spec"]["layers"]]
     spec = {**value["spec"], "layers": tuple(layers[kind] for kind in kind_of)}
@@ -317,7 +316,6 @@ def _layer(value: Mapping[str, Any]) -> LayerSpec:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert lists to tuples, at any depth."""
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

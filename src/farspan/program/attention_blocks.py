@@ -50,8 +50,8 @@ LEAST_CALL = 128  # queries or keys of a call; smaller calls would be too many
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive query tokens [start, stop) of one document, which begins at `document_start`: at
-    `start`, or earlier when the run is the first of its chunk."""
+    """Consecutive query tokens [start, stop) of one document. The document begins at
+    `document_start`, which is earlier than `start` only for the first run of a chunk."""
 
     start: int
     stop: int
@@ -60,13 +60,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries [q_start, q_stop) against keys [k_start, k_stop) of some batch rows.
+    """Queries [q_start, q_stop) and keys [k_start, k_stop) of some batch rows, computed in one
+    attention call.
 
     Invariant: every query sees a key and every key is seen. `causal` hides the keys after the
     query, and then q_stop == k_stop; `window` hides the keys before query - window + 1. A causal
     block without window is a square; a block that is neither causal nor windowed needs no mask.
 
-    Queries and keys count in token positions. If a rank holds only a part of the keys (`held`),
+    Queries and keys count in token positions. If a rank holds only a part of the keys (`Held`),
     they count in coordinates: keys are held rows, and queries are positions minus `shift`, so a
     mask's differences are those of positions.
     """
@@ -108,7 +109,7 @@ class Block:
 
 
 def document_runs(starts: Sequence[int], q_start: int, q_stop: int) -> tuple[Run, ...]:
-    """Return the runs of one batch row in [q_start, q_stop).
+    """Return the runs of documents in tokens [q_start, q_stop) of one batch row.
 
     `starts` holds the first token of every document of the row, ascending, the first one 0.
     """
@@ -131,7 +132,8 @@ def plan_blocks(
     window: int | None,
     document_starts: Sequence[tuple[Run, ...]] | None = None,
 ) -> tuple[Block, ...]:
-    """Return the blocks of the chunk [q_start, q_stop), with each visible (row, query, key) in one.
+    """Return blocks that cover the attention of the chunk [q_start, q_stop); each visible (row,
+    query, key) is in exactly one.
 
     `document_starts` holds, for every batch row, the runs that cover the chunk (`document_runs`);
     None means that each row is one document. Neighbouring rows with the same runs share blocks.
@@ -154,7 +156,7 @@ def plan_blocks(
 
 
 def tile_window(block: Block) -> tuple[Block, ...]:
-    """Cut the block into tiles of queries, each with the keys that its window reaches.
+    """Cut a block with a window into tiles of queries, each with the keys in reach of its window.
 
     For kernels that know no window and skip nothing: a tile needs a mask, but wastes at most about
     a quarter of its work where the window is 256 or longer.
@@ -178,20 +180,20 @@ def _tiles(block: Block, window: int, size: int) -> Iterator[Block]:
 
 
 def most_tokens(row: int) -> int:
-    """Queries or keys that one call may have, where a row has `row` elements: those of all
-    sequences of the batch in every query head, as flash attention holds the gradients of keys."""
+    """Largest number of queries or keys in one attention call. `row` is the number of elements per
+    token: all sequences of the batch and all query heads, as flash attention stores dK, dV."""
     most = (INDEXED - 1) // row
     return most // EVEN * EVEN or most
 
 
 def most_of(spec: LayerSpec, run: RunSpec) -> int:
-    """Return the queries or keys that one call of a layer's attention may have."""
+    """Return the largest number of queries or keys in one attention call of a layer."""
     return most_tokens(max(1, run.batch * spec.query_heads * max(spec.head_dim, spec.value_dim)))
 
 
 def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
-    """Raise UnsupportedError if even a short call of attention has more elements than 32 bits
-    count, so that no cut would help."""
+    """Raise UnsupportedError if the batch is too wide for attention kernels. Even a short call
+    would have more elements than they count in 32 bits."""
     for spec in set(model.layers):
         most, seen = most_of(spec, run), 0 if spec.window is None else spec.window
         if spec.attends() and most < seen + LEAST_CALL:
@@ -227,7 +229,7 @@ def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
 
 
 def _with_window(tile: Block) -> Iterator[Block]:
-    """Yield a tile of `_tiles` as blocks that flash attention supports."""
+    """Yield a windowed tile as blocks that flash attention supports."""
     if tile.causal or tile.window is None:
         yield tile
     else:
@@ -235,7 +237,7 @@ def _with_window(tile: Block) -> Iterator[Block]:
 
 
 def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Yield lists of blocks with overlapping key ranges, in ascending order of keys."""
+    """Yield lists of blocks whose key ranges overlap, in ascending order of keys."""
     together: list[Block] = []
     stop = 0
     for block in sorted(blocks, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
@@ -249,8 +251,8 @@ def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
-    """Return the tiles of `size` keys that the block's `size` queries from `q_start` on see. A tile
-    is causal or windowed only where that hides something."""
+    """Return the tiles of `size` keys that `size` queries from `q_start` on see in a block. A tile
+    is causal or windowed only where that hides a key."""
     q_stop = min(q_start + size, block.q_stop)
     low = block.k_start
     if block.window is not None:
@@ -292,7 +294,7 @@ def _row_ranges(
 def _earlier_keys(
     run: Run, q_start: int, kv_block: int, window: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield key ranges before q_start that the run's first query sees, on the grid of kv_block."""
+    """Yield the ranges of keys before the chunk that the run sees, cut at multiples of kv_block."""
     low = run.document_start
     if window is not None:
         low = max(low, run.start - window + 1)
@@ -303,7 +305,8 @@ def _earlier_keys(
 
 
 def cut_at_window(block: Block, window: int) -> Iterator[Block]:
-    """Yield queries whose window holds all keys of the block, then those that see the last keys.
+    """Yield the queries whose window holds all keys of the block, then the queries that see only
+    the last keys.
 
     In the second part there are at least as many keys as queries, which flash attention needs; a
     single query of the first part does not change that and is not worth a call.
@@ -326,7 +329,7 @@ def cut_at_window(block: Block, window: int) -> Iterator[Block]:
 
 
 def near_blocks(blocks: tuple[Block, ...], sparse: Sparse, q_start: int) -> tuple[Block, ...]:
-    """Return the chunk's blocks, cut to sinks, recent tokens and the chunk's own."""
+    """Return blocks of the keys that sparse attention always sees: sinks, recent and own tokens."""
     near, pages = sparse.near_start(q_start), sparse.candidates(q_start)
     sinks = pages.start * sparse.page
     ranges = ((0, sinks), (near, q_start)) if pages else ((0, q_start),)
@@ -348,7 +351,7 @@ def _between(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Held positions [start, stop), which are rows from start - shift on."""
+    """Range of token positions [start, stop) that a rank holds; position p is row p - shift."""
 
     start: int
     stop: int
@@ -360,7 +363,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Positions that a rank holds: one range of each chunk, ascending; some may be empty."""
+    """Token positions whose keys a rank holds: one range of each chunk, ascending, or empty."""
 
     ranges: tuple[Range, ...]
 
@@ -372,12 +375,11 @@ class Held:
         return sum(stop - start for start, stop in self.ranges)
 
     def row(self, position: int) -> int:
-        """Return the number of held positions before this one: its row, if it is held."""
+        """Return the number of held positions before this one, which is its row if it is held."""
         held = (min(stop, max(start, position)) - start for start, stop in self.ranges)
         return sum(held)
 
     def pieces(self) -> list[_Piece]:
-        """Return the ranges that are not empty."""
         lengths = [stop - start for start, stop in self.ranges]
         first_rows = accumulate(lengths, initial=0)
         return [
@@ -395,7 +397,8 @@ def plan_held_blocks(
     document_starts: Sequence[tuple[Run, ...]] | None = None,
     held: Held | None = None,
 ) -> tuple[Block, ...]:
-    """Return the blocks of queries [q_start, q_stop) with the held keys, in coordinates (`Block`).
+    """Return blocks that cover the attention of queries [q_start, q_stop) to the keys that a rank
+    holds, in coordinates (see `Block`).
 
     Every visible (row, query, held key) is in exactly one block; a query that sees no held key is
     in none. Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no
@@ -410,7 +413,7 @@ def plan_held_blocks(
 
 
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
-    """Cut blocks in positions, as from `plan_blocks`, to the held keys, in coordinates."""
+    """Cut blocks of all keys (`plan_blocks`) to the keys that a rank holds, in coordinates."""
     pieces, found = held.pieces(), list[Block]()
     for block in blocks:
         if block.causal:
@@ -425,7 +428,7 @@ def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Blo
 
 
 def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
-    """Yield the blocks of the chunk's own keys, which need no grid."""
+    """Yield blocks of the chunk's own held keys, which are not cut at multiples of kv_block."""
     window = block.window
     for held in _between_held(pieces, block.k_start, block.k_stop):
         a, b = held.start, held.stop
@@ -440,7 +443,8 @@ def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
 def _in_window(
     block: Block, held: Held, pieces: Sequence[_Piece], kv_block: int
 ) -> Iterator[Block]:
-    """Yield the keys that only some of the queries see in pieces, the others in one rectangle."""
+    """Yield blocks of earlier held keys: one for each piece of keys that only some queries see,
+    then rectangles of the keys that all queries see."""
     assert block.window is not None, block
     by_all = max(block.k_start, min(block.k_stop, block.q_stop - block.window))
     for piece in _between_held(pieces, block.k_start, by_all):
@@ -462,7 +466,7 @@ def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
 
 
 def _to_rows(block: Block, shift: int) -> Block:
-    """Return a block of one piece in coordinates. Without a mask its queries stay in positions."""
+    """Return a block of one held piece in coordinates; without a mask, queries stay positions."""
     keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
     if not block.causal and block.window is None:
         return keys
@@ -470,7 +474,7 @@ def _to_rows(block: Block, shift: int) -> Block:
 
 
 def _between_held(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[_Piece]:
-    """Yield the parts of the pieces in [start, stop)."""
+    """Yield the held pieces, cut to the positions [start, stop)."""
     first = max(0, bisect_right(pieces, start, key=lambda piece: piece.start) - 1)
     for piece in pieces[first:]:
         if piece.start >= stop:
@@ -480,7 +484,7 @@ def _between_held(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[_
 
 
 def _on_grid(start: int, stop: int, kv_block: int) -> Iterator[Range]:
-    """Yield the range, cut at multiples of kv_block."""
+    """Yield the parts of [start, stop), cut at multiples of kv_block."""
     while start < stop:
         end = min(stop, (start // kv_block + 1) * kv_block)
         yield start, end
@@ -488,18 +492,18 @@ def _on_grid(start: int, stop: int, kv_block: int) -> Iterator[Range]:
 
 
 def seen_pairs(stop: int, window: int | None) -> int:
-    """Return how many pairs the queries [0, stop) form: query i sees min(i + 1, window) keys."""
+    """Number of query-key pairs of the queries [0, stop); query i sees min(i + 1, window) keys."""
     ramp = stop if window is None else min(stop, window)
     return ramp * (ramp + 1) // 2 + (stop - ramp) * (window or 0)
 
 
 def sparse_of(schedule: Schedule, layer: LayerSpec) -> Sparse | None:
-    """Return a layer's sparse attention, or None if it is exact, as in layers with a window."""
+    """Return a layer's sparse attention, or None if it is exact, as with a window."""
     return schedule.sparse if layer.window is None else None
 
 
 def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Return the query-key pairs of one chunk's queries, per head."""
+    """Return the number of query-key pairs of one chunk's queries, per head."""
     start, stop = program.chunks[chunk]
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
@@ -508,9 +512,9 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
 
 
 def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Return the rows before a chunk that its queries need, each once. A recurrent layer needs
-    those of the chunk before, which hold its state. With a window, the few rows that two blocks
-    share at its edge count once though they are read twice."""
+    """Return the number of earlier rows of K, V that a chunk's queries need, each counted once. A
+    recurrent layer needs the rows of the chunk before, which hold its state. The few rows that two
+    blocks share at a window's edge are read twice."""
     start, stop = program.chunks[chunk]
     if layer.state:
         return start - program.chunks[chunk - 1][0] if chunk else 0
@@ -529,7 +533,7 @@ def _within(span: Range, other: Range) -> int:
 
 
 def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
-    """Return the query-key pairs of a whole sequence, per head."""
+    """Return the number of query-key pairs of a whole sequence, per head."""
     sparse = sparse_of(schedule, layer)
     if sparse is None:
         return seen_pairs(tokens, layer.window)
@@ -540,6 +544,6 @@ def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
 
 
 def chosen_pages(sparse: Sparse, start: int, stop: int) -> int:
-    """Return the most different pages that the queries of [start, stop) can choose, per head."""
+    """Largest number of different pages that queries [start, stop) choose, per head."""
     page_count = -(-(stop - start) // sparse.query_tokens)
     return min(len(sparse.candidates(start)), page_count * sparse.width(start))

@@ -27,12 +27,12 @@ def kv(layer: int) -> str:
 
 
 def kv_again(layer: int) -> str:
-    """Return the name of the device buffer that gets a layer's K, V again for its backward."""
+    """Return the name of the device buffer that holds a layer's K, V again during its backward."""
     return f"kv.{layer}.again"
 
 
 def kv_home(layer: int) -> str:
-    """Return the name of kept K, V of a closed layer on the host."""
+    """Return the name of the host buffer that saves a layer's K, V for its backward."""
     return f"kv.{layer}.home"
 
 
@@ -45,13 +45,13 @@ def attention(layer: int) -> str:
 
 
 def attention_open(layer: int) -> str:
-    """Return the name of O, LSE kept only while the layer's group is open."""
+    """Return the name of the buffer of O, LSE that lives while the layer's group is open."""
     return f"attention.{layer}.open"
 
 
 def attention_slots(widest: int) -> tuple[str, ...]:
-    """Return the slots of O, LSE: one for each layer of the widest group, since the graphs of a
-    chunk refer to them, and one for the next chunk."""
+    """Return the names of the slots of O, LSE: one per layer of the largest group, since a chunk's
+    graphs refer to them, and one for the next chunk."""
     return tuple(f"attention.slot.{place}" for place in range(widest + 1))
 
 
@@ -60,7 +60,7 @@ def activations(layer: int) -> str:
 
 
 def means(layer: int) -> str:
-    """Name of the mean keys of a layer's pages, which live until every chunk has chosen."""
+    """Return the name of the buffer of a layer's mean keys, which page choices read."""
     return f"means.{layer}"
 
 

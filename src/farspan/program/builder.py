@@ -105,7 +105,7 @@ def _ledger(
 
 
 def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = True) -> None:
-    """Open the slots of all tensors that cross the link: on the device, for the whole program."""
+    """Allocate the device slots of all tensors that are copied to or from the host."""
     schedule = ledger.schedule
     share = ledger.share
     own, keys = share.tokens.most, share.keys.most
@@ -134,7 +134,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
 
 
 def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
-    """Open slots for chosen pages, of any chunk and any layer that chooses."""
+    """Allocate the slots through which chosen pages of any layer come from the host."""
     sparse, run = ledger.schedule.sparse, (ledger.run.batch, ledger.model.element_bytes)
     if sparse is None:
         return
@@ -170,19 +170,19 @@ SHORTEST = 4
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Multiplications of the first tokens of a sequence in all layers, one forward, batch 1."""
+    """Multiplications of a sequence's first tokens, in one forward of all layers with batch 1."""
 
     linear: int  # per token
     widths: tuple[tuple[int | None, int], ...]  # window: multiplications per query and key
 
     def before(self, token: int) -> int:
-        """Return the multiplications of the tokens [0, token)."""
+        """Return the number of multiplications of tokens [0, token)."""
         attention = sum(width * seen_pairs(token, window) for window, width in self.widths)
         return self.linear * token + attention
 
 
 def costs_of(model: ModelSpec) -> Costs:
-    """Return the costs of the layers. The head is left out, since only one stage has it."""
+    """Return the multiplications of the layers, without the head, which only one stage has."""
     widths: dict[int | None, int] = {}
     for layer in model.layers:
         width = layer.query_heads * (layer.head_dim + layer.value_dim)
@@ -191,23 +191,24 @@ def costs_of(model: ModelSpec) -> Costs:
 
 
 def is_balanced(schedule: Schedule, layout: Layout) -> bool:
-    """Return whether the chunks are unequal. With sparse attention they are equal, since a query's
-    keys depend on where its chunk begins, and their number does not grow with the sequence."""
+    """Return whether chunks get shorter along the sequence, so that all cost the same. With sparse
+    attention chunks are equal: a query's keys depend on where its chunk begins, and their number
+    does not grow with the sequence."""
     return layout.pipeline > 1 and schedule.sparse is None
 
 
 def chunks_of(
     model: ModelSpec, tokens: int, schedule: Schedule, layout: Layout
 ) -> tuple[Range, ...]:
-    """Return the chunks of a sequence, for all ranks of a layout. `model` is the whole model."""
+    """Return the token ranges of the chunks, the same for all ranks. `model` is the whole model."""
     if is_balanced(schedule, layout):
         return balanced_ranges(costs_of(model), tokens, schedule.chunk)
     return chunk_ranges(tokens, schedule.chunk)
 
 
 def balanced_ranges(costs: Costs, tokens: int, chunk: int) -> tuple[Range, ...]:
-    """Return ranges of at most `chunk` tokens, none longer than the one before. Up to rounding to
-    tokens they cost the same, except the first ones if `chunk` tokens cost less.
+    """Return chunks of at most `chunk` tokens with equal costs, each no longer than the one before.
+    The first chunks may cost less, since `chunk` bounds them.
 
     Their number is the least for which no range costs more than the first `chunk` tokens, or than
     the last `chunk / SHORTEST` if that is more.
@@ -233,7 +234,7 @@ def balanced_ranges(costs: Costs, tokens: int, chunk: int) -> tuple[Range, ...]:
 
 
 def _count(costs: Costs, tokens: int, chunk: int, most: int) -> int:
-    """Return the number of ranges if none may be longer than `chunk` or cost more than `most`."""
+    """Return the number of chunks if none is longer than `chunk` or costs more than `most`."""
     count = start = 0
     while start < tokens:
         among = range(start + 1, min(tokens, start + chunk) + 1)

@@ -1,5 +1,6 @@
-"""The reads and writes of each instruction, by lane, and the instructions it must wait for; outputs
-of layers that nothing reads, and cells that run their token-wise modules on tiles.
+"""The buffers that each instruction reads and writes, on which lane, and the instructions that it
+must wait for; outputs of layers that no instruction reads, and cells whose token-wise modules run
+on tiles.
 
     compute     cells, head, embedding, loads and stores of x, clearing
     fetch       host to device
@@ -71,7 +72,7 @@ WHOLE = -2  # all chunks of a buffer, or a prefix, since no later chunk is on it
 
 
 class Lane(IntEnum):
-    """Lanes run in parallel; work of one lane runs in the order it is issued."""
+    """Lanes that run in parallel; each runs its instructions in the order of issue."""
 
     COMPUTE = 0
     FETCH = 1
@@ -87,7 +88,7 @@ Access = tuple[Lane, str, int, bool]  # the lane, buffer and place, and whether 
 
 @dataclass(slots=True)
 class _Walk:
-    """Registers during a walk through a program: the places that each is a view of."""
+    """Walk through a program that tracks which buffers each register is a view of."""
 
     program: Program
     hidden: dict[int, tuple[Place, ...]] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class _Walk:
         return self.of(instruction) + self._weights(instruction)
 
     def _weights(self, instruction: Instruction) -> list[Access]:
-        """Return the accesses to slots of weights and their gradients."""
+        """Return the accesses to slots of streamed weights and their gradients."""
         weights, gradients = names.WEIGHTS, names.WEIGHT_GRADIENTS
         outer, outer_gradients = names.WEIGHTS_OUTER, names.WEIGHT_GRADIENTS_OUTER
         match instruction:
@@ -210,7 +211,7 @@ class _Walk:
         return found
 
     def _pages(self, i: Forward) -> list[Access]:
-        """Return the accesses to page means and choices of sparse attention."""
+        """Return the accesses of a cell to page means and chosen pages of sparse attention."""
         found = []
         if i.means is not None and i.write_kv is not None:
             found += _writes(self._place(i.means, i.chunk))
@@ -222,7 +223,8 @@ class _Walk:
         return found
 
     def _chosen(self, prefix: str, place: Place) -> list[Access]:
-        """Return the reads of a choice, by the cell and by the lane that fetches the pages."""
+        """Return the reads of chosen page numbers: by the cell, and by the lane that streams
+        pages."""
         return [(lane, *place, False) for lane in {COMPUTE, self._reader(prefix)}]
 
     def _backward(self, i: Backward) -> list[Access]:
@@ -245,7 +247,7 @@ class _Walk:
         return found
 
     def _reader(self, name: str) -> Lane:
-        """Return the lane that reads a prefix: the cell itself, or the lane that streams it in."""
+        """Return the lane that reads earlier keys: FETCH if they are on the host, else COMPUTE."""
         return FETCH if name in self.on_host else COMPUTE
 
 
@@ -258,20 +260,20 @@ def _writes(*places: Place) -> list[Access]:
 
 
 def footprints(program: Program) -> Iterator[list[Access]]:
-    """Return the accesses of every instruction, in the program's order."""
+    """Yield the accesses of each instruction, in the program's order."""
     walk = _Walk(program)
     return map(walk.with_weights if walk.streams else walk.of, program.instructions)
 
 
 def lane_of(instruction: Instruction) -> Lane:
-    """Return the lane of an instruction's own work."""
+    """Return the lane on which an instruction runs."""
     if isinstance(instruction, Fetch):
         return FETCH
     return EVICT if isinstance(instruction, Evict) else COMPUTE
 
 
 class Hazard(StrEnum):
-    """A class of waits; see the head of this file."""
+    """Reason to wait for another lane; the table in this file's docstring explains each."""
 
     NOT_ARRIVED = "not arrived"
     STILL_READ = "still read"
@@ -298,7 +300,7 @@ _WRITING = {
 
 
 class Wait(NamedTuple):
-    """A wait until this lane has done its part of an instruction."""
+    """Wait until a lane has finished its part of an instruction."""
 
     lane: Lane
     instruction: int
@@ -318,7 +320,7 @@ def _never() -> list[int]:
 
 
 def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order, ...]:
-    """Return the waits of every instruction. Tests pass a part of the `hazards`."""
+    """Return the waits of each instruction. `hazards` restricts them to some reasons, for tests."""
     derivation = _Derivation(program, frozenset(hazards))
     return tuple(
         derivation.order(index, i, accesses)
@@ -330,7 +332,7 @@ def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order,
 
 @dataclass(slots=True)
 class _Last:
-    """The latest instruction of each lane that wrote a place, and the latest that read it."""
+    """Latest instructions, by lane, that wrote and that read one chunk of a buffer."""
 
     written: list[int] = field(default_factory=_never)
     read: list[int] = field(default_factory=_never)
@@ -342,7 +344,7 @@ class _Last:
 
 @dataclass(slots=True)
 class _Tracked:
-    """A buffer from its Allocate to its Free."""
+    """A buffer between its Allocate and its Free, with its latest accesses."""
 
     buffer: Buffer
     owners: list[int]  # by lane: the last earlier use of its addresses
@@ -364,8 +366,9 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Derivation:
-    """Derivation of waits. Invariant: `known[x][y]` is the latest instruction of lane y that lane x
-    has followed, and `then[x][i]` is a copy from when x had done its part of instruction i."""
+    """State while waits are derived. Invariant: `known[x][y]` is the latest instruction of lane y
+    that lane x has waited for, directly or through other lanes; `then[x][i]` is a copy of
+    `known[x]` from when x had finished its part of instruction i."""
 
     program: Program
     hazards: frozenset[Hazard]
@@ -402,8 +405,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Raise the numbers in `after`, one per lane, to those of the latest instructions that the
-        access must wait for."""
+        """Raise `after`, the instruction to wait for by lane, to those that one access needs."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]
@@ -430,7 +432,7 @@ class _Derivation:
         return tuple(found)
 
     def _implied(self, other: Lane, after: list[int], new: list[Lane]) -> bool:
-        """Return whether another awaited lane has followed this one far enough."""
+        """Return whether waiting for another lane already implies waiting for this one."""
         return any(
             self.then[third][after[third]][other] >= after[other]
             for third in new
@@ -449,7 +451,7 @@ def _raise(after: list[int], to: list[int]) -> None:
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:
-    """Return whether two buffers share bytes of an arena."""
+    """Return whether two buffers have bytes of an arena in common."""
     apart = one.address + one.bytes <= other.address or other.address + other.bytes <= one.address
     return one.tier is other.tier and not apart
 
@@ -458,8 +460,8 @@ Cell = tuple[int, int]  # layer, chunk
 
 
 def unread_outputs(program: Program) -> frozenset[Cell]:
-    """Return the cells with a graph for their own chunk's backward whose output no later
-    instruction reads; its gradient comes from elsewhere.
+    """Return the cells that build a graph for the backward and whose output no later instruction
+    reads.
 
     Registers are named by layer, and a new value replaces the old one, so an output that is still
     in its register when the next one comes was not read.
@@ -498,7 +500,7 @@ def unread_outputs(program: Program) -> frozenset[Cell]:
 
 @dataclass(slots=True)
 class TiledCells:
-    """Cells of a program by the way their feed-forwards run (see `hf.tiled_mlp`)."""
+    """Cells of a program that run their feed-forward on tiles (see `hf.tiled_mlp`)."""
 
     program: Program
     tile: int | None = field(init=False)  # tokens
@@ -509,7 +511,7 @@ class TiledCells:
         self.unread = frozenset() if self.tile is None else unread_outputs(self.program)
 
     def sizes(self, i: Forward | Backward) -> tuple[int, ...]:
-        """Return the tokens of each tile of a cell; a cell that runs whole is one tile."""
+        """Return the number of tokens in each tile of a cell; an untiled cell is one tile."""
         tokens = self._tokens(i)
         if not self.has_tiles(i):
             return (tokens,)
@@ -518,7 +520,7 @@ class TiledCells:
         return (self.tile,) * full + (rest,) * bool(rest)
 
     def has_tiles(self, i: Forward | Backward) -> bool:
-        """Return whether the chunk is longer than a tile and the cell's graph is not kept."""
+        """Return whether the cell is longer than a tile and its graph is not saved."""
         if self.tile is None or self._tokens(i) <= self.tile:
             return False
         return not (i.kept if isinstance(i, Forward) else i.activations is not None)
@@ -528,7 +530,7 @@ class TiledCells:
         return stop - start
 
     def skips(self, i: Forward) -> bool:
-        """Return whether the feed-forward is left out, since only the backward needs its output."""
+        """Return whether a forward skips its last product, whose output no instruction reads."""
         if not self.has_tiles(i) or not i.graph or (i.layer, i.chunk) not in self.unread:
             return False
         return self.program.model.layers[i.layer].work.skippable

@@ -21,7 +21,7 @@ INDEX = 8  # bytes per index
 
 @dataclass(frozen=True, slots=True)
 class Far:
-    """The sizes of attention of a chunk to chosen pages that decide its memory."""
+    """Sizes that decide the memory of one chunk's attention to chosen pages."""
 
     batch: int
     heads: int  # of queries
@@ -42,7 +42,6 @@ class Far:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of the accumulate dtype."""
         return max(4, self.width)
 
     @property
@@ -51,11 +50,11 @@ class Far:
 
     @property
     def entries(self) -> int:
-        """Entries of a choice."""
+        """Number of pages that all query pages of the chunk choose together."""
         return self.batch * self.kv_heads * self.query_pages * self.chosen
 
     def units(self, most_units: int) -> int:
-        """Return the largest number of units of a slab."""
+        """Return the largest number of units in one slab of this chunk."""
         owners = self.batch * self.kv_heads
         return min(most_units, owners * min(self.candidates, self.query_pages * self.chosen))
 
@@ -63,8 +62,8 @@ class Far:
 def far_of(
     heads: LayerSpec, sparse: Sparse, run: tuple[int, int], start: int, tokens: int
 ) -> Far | None:
-    """Return the far part of the chunk of `tokens` at `start`, in a layer of these heads; `run` is
-    batch and bytes of an element. None without pages to choose from."""
+    """Return the sizes of a chunk's attention to chosen pages; None if there is no page to choose
+    from. The chunk has `tokens` tokens from `start` on; `run` is (batch, bytes of an element)."""
     if heads.window is not None or not sparse.width(start):
         return None
     return Far(
@@ -88,19 +87,19 @@ def far_of(
 
 
 def slab_units(slab_bytes: int, page: int, dims: int, width: int) -> int:
-    """Return `most_units` for slabs of `slab_bytes` of K, V; `dims` are those of a key and a value
-    together, `width` the bytes of an element."""
+    """Return the number of units in a slab of `slab_bytes`. `dims` are the dims of a key and a
+    value together, `width` the bytes of an element."""
     return max(1, slab_bytes // (page * dims * width))
 
 
 def most_units_of(far: Far) -> int:
-    """Return the largest number of units that a step gathers at one time."""
+    """Return the largest number of units that a step gathers at once."""
     return slab_units(SLAB_BYTES, far.page, far.head_dim + far.value_dim, far.width)
 
 
 def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[str, int]:
-    """Return the bytes of each part of a slot for a slab: its units' numbers, the index of its
-    entries, the rows that the units are in, K, V, and in a backward the sums of their gradients."""
+    """Return the bytes of each part of a slot that holds one slab: numbers of its units, the index
+    of its entries, rows of its units' tokens, K, V, and in a backward the sums of dK, dV."""
     tokens = units * far.page
     parts = {
         "numbers": 3 * INDEX * units,
@@ -116,6 +115,6 @@ def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[st
 
 
 def slot_bytes(far: Far, *, backward: bool) -> int:
-    """Return the bytes of a slot for any slab of a chunk."""
+    """Return the bytes of a slot that can hold any slab of a chunk."""
     parts = slot_parts(far, far.units(most_units_of(far)), far.entries, backward=backward)
     return sum(map(aligned, parts.values()))

@@ -39,11 +39,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the devices share one step; each field is a number of devices.
+    """Number of devices along each axis of parallelism.
 
-    Their product is the number of devices. With `fsdp`, weights, gradients and optimizer states
-    are cut over all devices but those of `tensor` and `pipeline`, which hold their own part anyway;
-    what lies outside the layers is cut over the stages of `pipeline`, too.
+    Their product is the number of devices. With `fsdp`, weights, gradients and optimizer states are
+    sharded over all devices except along `tensor` and `pipeline`, whose devices hold different
+    weights anyway; modules outside the layers are also sharded over the stages of `pipeline`.
     """
 
     ulysses: int = 1  # tokens outside attention, heads inside (FPDT 4.1)
@@ -65,11 +65,11 @@ class Layout:
             raise UnsupportedError(f"fsdp: expected true or false, got {self.fsdp!r}")
 
     def sequence(self) -> int:
-        """Return the number of devices that share the tokens of one sequence outside attention."""
+        """Return the number of devices that share one sequence's tokens outside attention."""
         return self.ulysses * self.shards * self.ring * self.tensor
 
     def cuts_weights(self) -> bool:
-        """Return whether a rank holds shards of weights, which are gathered for use."""
+        """Return whether ranks hold shards of weights (FSDP) and gather them for use."""
         return self.fsdp and self.devices() > 1
 
     def devices(self) -> int:
@@ -77,8 +77,8 @@ class Layout:
 
 
 def sequence_layout(model: ModelSpec, devices: int) -> Layout:
-    """Return the layout in which `devices` share every sequence: heads as far as the K, V heads
-    allow, and otherwise each chunk's K, V. With recurrent layers they share the layers."""
+    """Return a layout whose `devices` share every sequence: by heads as far as the K, V heads
+    allow, then by each chunk's K, V. A model with recurrent layers becomes a pipeline."""
     if model.is_recurrent():
         return Layout(pipeline=devices)
     ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
@@ -89,8 +89,8 @@ ALONE = Layout()  # one device
 
 
 def streams(schedule: Schedule, layout: Layout) -> bool:
-    """Return whether whole weights come from main memory through slots of the program. With fsdp a
-    rank's shards are gathered from there, and its programs are as for shards on the device."""
+    """Return whether the program copies whole weights from main memory into slots. With FSDP a rank
+    gathers shards from main memory instead, by the same program as for shards on the device."""
     return schedule.weights is Tier.HOST and not layout.cuts_weights()
 
 
@@ -130,7 +130,7 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of a layout."""
+    """A rank and its position in a layout."""
 
     layout: Layout = ALONE
     number: int = 0
@@ -140,14 +140,14 @@ class Rank:
 
     @cached_property
     def along(self) -> dict[str, int]:
-        """Index of the rank along each axis."""
+        """Position of the rank along each axis."""
         found, rest = {}, self.number
         for axis in AXES:
             rest, found[axis] = divmod(rest, getattr(self.layout, axis))
         return found
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks, itself included, that differ from it only in these axes, ascending."""
+        """Return the ranks, itself included, that differ only along these axes, ascending."""
         numbers, stride, base = [0], 1, 0
         for axis in AXES:
             extent = getattr(self.layout, axis)
@@ -159,8 +159,7 @@ class Rank:
         return tuple(sorted(base + n for n in numbers))
 
     def tokens(self, chunk: Range, *axes: str) -> Range:
-        """Return the tokens of a chunk that belong to the rank and its peers along these axes,
-        which must be the innermost ones."""
+        """Return the tokens of a chunk on the rank and its peers along these innermost axes."""
         assert axes == SEQUENCE[: len(axes)], axes
         places = [n % self.layout.sequence() for n in self.peers(*axes)]
         return part(chunk, min(places), self.layout.sequence())[0], (
@@ -172,24 +171,23 @@ ONLY = Rank()  # the rank of a single device
 
 
 def part(span: Range, index: int, count: int) -> Range:
-    """Return the `index`-th of `count` parts of a range, as equal as whole tokens allow."""
+    """Return the `index`-th of `count` nearly equal parts of a range."""
     start, stop = span
     size = stop - start
     return start + size * index // count, start + size * (index + 1) // count
 
 
 def chunk_ranges(tokens: int, chunk: int) -> tuple[tuple[int, int], ...]:
-    """Return the token ranges of the chunks; the last may be shorter."""
     return tuple((start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
 def are_equal(chunks: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether the chunks are those of `chunk_ranges`."""
+    """Return whether all chunks have one length, except perhaps the last."""
     return chunks == chunk_ranges(chunks[-1][1], chunks[0][1])
 
 
 def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
-    """Layer ranges of the groups, first group first. A pipeline's groups are its stages."""
+    """Return the layer range of each group, in order. With a pipeline the groups are its stages."""
     ranges, start = [], 0
     sizes = schedule.group_sizes(layers) if stages == 1 else _stage_sizes(schedule, layers, stages)
     for size in sizes:
@@ -199,7 +197,7 @@ def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tupl
 
 
 def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage: from the schedule if it has a group for each, or equal."""
+    """Number of layers in each stage: the schedule's groups if given, else equal sizes."""
     if stages > layers:
         raise UnsupportedError(
             f"pipeline: {stages} stages for {layers} layers; use at most {layers}"
@@ -233,8 +231,8 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with rows for the states that these chunks leave. Raises UnsupportedError if
-    a chunk is a single token, which recurrent families treat as generation."""
+    """Return the model with the rows that states of recurrent layers take in buffers. Raises
+    UnsupportedError if a chunk is a single token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
@@ -252,7 +250,7 @@ def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
 
 
 def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
-    """Raise UnsupportedError if ranks would share the tokens of a sequence, and so a recurrence."""
+    """Raise UnsupportedError if ranks would share a sequence's tokens and a layer is recurrent."""
     if layout.sequence() > 1 and model.is_recurrent():
         raise UnsupportedError(
             "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
@@ -267,25 +265,25 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A part of every chunk."""
+    """One rank's part of every chunk."""
 
     ranges: tuple[Range, ...]  # positions in the sequence
     rows: tuple[Range, ...]  # rows in a buffer that holds the parts of all chunks
 
     @property
     def total(self) -> int:
-        """Rows of a buffer that holds every chunk's part."""
+        """Number of rows in a buffer for the parts of all chunks."""
         return self.rows[-1][1]
 
     @property
     def most(self) -> int:
-        """Rows of the longest part."""
+        """Number of rows in the longest part."""
         return max(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's tokens and keys."""
+    """Tokens and keys of one rank."""
 
     rank: Rank
     tokens: Spans
@@ -307,7 +305,7 @@ def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
 
 
 def own_groups(rank: Rank, groups: int) -> range:
-    """Return the groups of layers that a rank runs. A pipeline's groups are its stages."""
+    """Return the indices of the groups that a rank runs. A pipeline stage is one group."""
     if rank.layout.pipeline == 1:
         return range(groups)
     stage = rank.along["pipeline"]
@@ -324,21 +322,22 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
 
 
 def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
-    """Return an equal part of every chunk, rounded up. A rank saves rows of its own tokens, and its
-    heads' rows of others' tokens; neither is more than its tokens' rows with all heads."""
+    """Return the rows of saved activations that a rank reserves for each chunk: an equal part,
+    rounded up. A rank saves rows of its own tokens, and its heads' rows of others' tokens; neither
+    exceeds its own tokens with all heads."""
     sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
-    """Tokens of a chunk that each Ulysses peer of the rank brings with its tensor peers."""
+    """Return the tokens of a chunk on each Ulysses peer of the rank, with its tensor peers."""
     held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
     return tuple(stop - start for start, stop in held)
 
 
 @lru_cache(maxsize=64)
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return one rank's model in attention. Raises UnsupportedError if heads cannot be shared."""
+    """Return the model with a rank's share of heads. Raises UnsupportedError if it has none."""
     refuse_shared_states(model, layout)
     if layout.ulysses * layout.tensor == 1:
         return model
@@ -347,8 +346,8 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with the additional tensors that a cell saves if ranks exchange heads: the
-    output projection reads attention's output by tokens, but the kept output is by heads."""
+    """Return the model with the tensors that a cell saves in addition if Ulysses exchanges heads:
+    the output projection reads attention's output by tokens, but the saved output is by heads."""
     if layout.ulysses == 1:
         return model
     layers = (
@@ -382,7 +381,7 @@ LONGEST = 1e9  # seconds, 31 years; clocks count nanoseconds in 64 bits, 292 yea
 
 
 class Auto(StrEnum):
-    """All ranks share every sequence, in the way that the model's heads allow."""
+    """Choice of the layout by farspan: all ranks share every sequence."""
 
     AUTO = "auto"
 
@@ -409,11 +408,11 @@ class Parallel:
             )
 
     def asked(self) -> int:
-        """Return the number of ranks, or its divisor if `data` is null."""
+        """Number of ranks that the extents need; if `data` is null, a divisor of that number."""
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
-        """Return the layout of `ranks` ranks. Raises UnsupportedError for another number."""
+        """Return the layout of `ranks` ranks. Raises UnsupportedError if they do not fit."""
         asked = self.asked()
         if ranks % asked or (self.data is not None and ranks != asked):
             there = "there is 1" if ranks == 1 else f"there are {ranks}"
@@ -421,7 +420,7 @@ class Parallel:
         return Layout(**self._extents(), data=self.data or ranks // asked, fsdp=self.fsdp)
 
     def describe(self) -> str:
-        """Return the product of the extents in words."""
+        """Return the extents and the ranks that they need, as words."""
         extents = {**self._extents(), "data": self.data or 1}
         found = [f"{name} {n}" for name, n in extents.items() if n > 1] or ["1"]
         many = "" if self.data is not None else " or a multiple"
@@ -436,8 +435,8 @@ Given = Parallel | Auto | None  # `parallel` of a run file
 
 
 def check_ranks(given: Given, ranks: int | None) -> Given:
-    """Return `given` with `data` filled in for `ranks` ranks; None means a process without a
-    launcher. Raises UnsupportedError if it needs another number of ranks."""
+    """Return `parallel` of a run file with `data` filled in for the started `ranks`, or None
+    without a launcher. Raises UnsupportedError if it needs another number of ranks."""
     if isinstance(given, Parallel):
         try:
             return replace(given, data=given.layout(ranks or 1).data)
@@ -455,12 +454,12 @@ def check_ranks(given: Given, ranks: int | None) -> Given:
 
 
 def layout_of(given: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
-    """Return the layout of a run on `ranks` ranks. The model is loaded only if its heads decide."""
+    """Return the layout of a run on `ranks` ranks. `model` is called only if its heads decide."""
     if isinstance(given, Parallel):
         return given.layout(ranks)
     return ALONE if ranks == 1 else sequence_layout(model(), ranks)
 
 
 def replicas(given: Given) -> int:
-    """Return the number of ranks, or groups of ranks, with sequences of their own."""
+    """Return the number of data-parallel replicas."""
     return (given.data or 1) if isinstance(given, Parallel) else 1

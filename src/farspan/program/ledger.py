@@ -1,4 +1,4 @@
-"""The ledger of a program being written: its instructions in order, and the buffers they name."""
+"""A program under construction: its instructions in order, and the buffers that they name."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from farspan.spec import DEVICE, HOST, ModelSpec, RunSpec, Schedule, Tier
 
 @dataclass(slots=True)
 class Ledger:
-    """A list of instructions with the lifetimes of buffers.
+    """Instructions of a program under construction, with the lifetimes of buffers.
 
     Invariant: a buffer is open between its Allocate and its Free, and is allocated once. `written`
     has the open buffers, each with the chunks whose content is in it, so passes look up the content
@@ -77,8 +77,8 @@ class Ledger:
         chunks: range | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """Open a buffer of the layer's tensors for these chunks, or all, on `tier`, by default the
-        schedule's tier for its kind."""
+        """Open a buffer for a layer's tensors of some or all chunks, on the kind's tier by
+        default."""
         tier = RESIDENCY[kind].tier_of(self.schedule) if tier is None else tier
         chunks = range(len(self.chunks)) if chunks is None else chunks
         rows = rows_of(self.share, kind)
@@ -88,7 +88,7 @@ class Ledger:
         self._open(name, kind, layer, tier, (start, stop), self._size(kind, alike, stop - start))
 
     def allocate_slot(self, name: str, kind: Kind, tokens: int) -> None:
-        """Open a device buffer that can hold `tokens` rows of any layer."""
+        """Open a device buffer with room for `tokens` rows of any layer."""
         size = max(self._size(kind, layer, tokens) for layer in set(self.alike))
         self._open(name, kind, -1, DEVICE, (0, tokens), size)
 
@@ -108,8 +108,8 @@ class Ledger:
         cell_bytes: int,
         cell_row: int = 0,
     ) -> None:
-        """Open a buffer of raw cells, one for each chunk of `cells`, on the schedule's tier for its
-        kind; for `cell_row` see Buffer."""
+        """Open a buffer of raw cells, one for each chunk in `cells`, on the schedule's tier for
+        this kind. For `cell_row` see `Buffer`."""
         tier = RESIDENCY[kind].tier_of(self.schedule)
         rows = rows_of(self.share, kind)[cells.start : cells.stop]
         start, stop = (rows[0][0], rows[-1][1]) if rows else (0, 0)
@@ -136,7 +136,7 @@ class Ledger:
         self.instructions.append(Allocate(name))
 
     def allocate_cell_slots(self, kind: Kind, cell_bytes: int) -> None:
-        """Open device buffers that can hold a cell of any layer."""
+        """Open device buffers with room for one cell of any layer."""
         for ring in RESIDENCY[kind].slots:
             for name in ring:
                 size = aligned(cell_bytes)
@@ -144,8 +144,8 @@ class Ledger:
                 self._open(name, kind, -1, DEVICE, (0, stop), size, cell_bytes)
 
     def allocate_group_slots(self, kind: Kind) -> None:
-        """Open device buffers for the weights, or their gradients, of two groups of layers, one
-        with an even and one with an odd number, and of the modules outside the layers."""
+        """Open three device buffers for streamed weights, or for their gradients: for even groups
+        of layers, for odd groups, and for the modules outside the layers."""
         ring, (outer,) = RESIDENCY[kind].slots
         gradients = kind is Kind.WEIGHT_GRADIENTS
         for parity, name in enumerate(ring):
@@ -161,8 +161,8 @@ class Ledger:
         self._open(name, kind, -1, DEVICE, (0, 0), size, size)
 
     def clear(self, name: str) -> None:
-        """Zero dK, dV. A buffer on the host gets its zeros from a slot, so the link's lane orders
-        them with all other copies of these bytes."""
+        """Zero dK, dV. A host buffer is zeroed by a copy from a device slot, so that the link's
+        lane orders it with all other copies of these bytes."""
         if self.buffers[name].tier is DEVICE:
             self.emit(Clear(name))
             return
@@ -170,16 +170,15 @@ class Ledger:
         self.emit(Clear(zeros), *(Evict(zeros, name, c) for c in self.walked))
 
     def turn(self, ring: tuple[str, ...]) -> str:
-        """Return the slot of a ring whose turn it is."""
+        """Return the next slot of a ring."""
         turn = self.turns[ring] = self.turns.get(ring, -1) + 1
         return ring[turn % len(ring)]
 
     def few(self, ring: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the slots of a ring that the chunks need: one for a single chunk."""
+        """Return the slots of a ring that the program needs: one for a single chunk, else all."""
         return ring[: len(self.chunks)]
 
     def free(self, name: str) -> None:
-        """Close the buffer if it is open."""
         if name not in self.written:
             return
         self.dies[name] = len(self.instructions)
@@ -207,7 +206,7 @@ class Ledger:
             ends.update({name: end - bisect_left(dropped, end) for name, end in ends.items()})
 
     def _used(self) -> set[str | None]:
-        """Return the buffers that instructions other than Allocate, Free and Clear name."""
+        """Return the names of buffers in instructions other than Allocate, Free and Clear."""
         kinds: dict[type[Instruction], list[Instruction]] = {}
         for instruction in self.instructions:
             kinds.setdefault(type(instruction), []).append(instruction)
@@ -227,7 +226,7 @@ class Ledger:
         return used
 
     def finish(self) -> Program:
-        """Close all open buffers, place every buffer, and return the program."""
+        """Close all open buffers, give each buffer an address, and return the program."""
         for name in list(self.buffers):
             self.free(name)
         self._drop_unused()

@@ -49,7 +49,7 @@ from farspan.spec import DEVICE, HOST
 
 @dataclass(slots=True)
 class Group:
-    """Group `index` of a program under construction."""
+    """One group of layers of a program under construction, and its buffers."""
 
     ledger: Ledger
     index: int
@@ -77,8 +77,8 @@ class Group:
             self.graphs = range(0)  # the backward follows at once, so nothing is saved
 
     def gather(self, then: int | None) -> None:
-        """Gather the weights unless they are gathered: once a pass, or once for two consecutive
-        passes. From main memory also those of group `then`, whose pass is the next."""
+        """Gather the group's weights unless they are there: once per pass, or for two consecutive
+        passes. Streamed weights of group `then`, whose pass is next, are fetched ahead."""
         if self.streams:
             self._fetch_weights(then)
             return
@@ -95,7 +95,7 @@ class Group:
                 fetched[index % 2] = index
 
     def _open_weight_gradients(self) -> None:
-        """Open the gradient sums that the backward adds to, for weights in main memory."""
+        """Allocate the slots of gradient sums and fetch the sums, for weights in main memory."""
         if self.streams:
             if self.stays_open:  # the first group whose backward runs here
                 self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
@@ -107,8 +107,8 @@ class Group:
             self.gathered = False
 
     def with_outer(self) -> bool:
-        """Return whether the modules outside the layers are gathered too. All stages of a pipeline
-        share them, so all gather them, even stages in the middle, which do not need them."""
+        """Return whether modules outside the layers are gathered with the group. All stages of a
+        pipeline share these and gather them, even stages in the middle, which do not use them."""
         return self.is_stage or self.index == 0 or self.is_last
 
     def open_first(self) -> None:
@@ -144,7 +144,7 @@ class Group:
             )
 
     def _open_pages(self, layer: int) -> None:
-        """Open the buffers of the layer's page means and of its queries' choices."""
+        """Allocate the buffers of the layer's page means and of its chosen pages."""
         ledger, sparse = self.ledger, self.ledger.schedule.sparse
         choosing = self.choosing(layer)
         if sparse is None or not choosing:
@@ -170,7 +170,7 @@ class Group:
 
     def choosing(self, layer: int) -> range:
         """Return the chunks whose queries choose pages in this layer: those with pages between
-        sinks and recent tokens. A layer with a window chooses none."""
+        sinks and recent tokens; none in a layer with a window."""
         ledger, sparse = self.ledger, self.ledger.schedule.sparse
         if sparse is None or ledger.model.layers[layer].window is not None:
             return range(0)
@@ -193,9 +193,9 @@ class Group:
                 ledger.allocate(name, Kind.ATTENTION, layer, others)
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
-        """Return the bytes of a chunk's cell of kept activations; a shorter last one of equal
-        chunks has a full cell. O and LSE are included if no attention buffer is sure to hold them;
-        the layer's input is included if no boundary holds it."""
+        """Return the bytes of activations that one chunk saves in this layer. With equal chunks, a
+        shorter last chunk has a full cell too. O and LSE count unless the buffer of attention
+        outputs is sure to hold them; the layer's input counts unless it is saved between groups."""
         ledger = self.ledger
         start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
@@ -204,7 +204,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return the bytes by which a cell shrinks for each token that its chunk is shorter."""
+        """Bytes by which a cell shrinks per token that its chunk is shorter than the first."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
@@ -221,7 +221,7 @@ class Group:
         return schedule.attention_save_fraction < schedule.activation_save_fraction or is_outermost
 
     def _input_row(self, layer: int) -> int:
-        """Return the bytes of the layer's input in its cell, per token of one sequence."""
+        """Return the bytes per token of the layer's input in its cell, for one sequence."""
         model = self.ledger.model
         inside = model.layers[layer].saves_input and layer != self.layers[0]
         return inside * model.hidden * model.element_bytes
@@ -232,7 +232,7 @@ class Group:
         return kept and schedule.kv is DEVICE and schedule.kv_home is HOST
 
     def close_first(self) -> None:
-        """Free K, V and other buffers after the first pass of a group that is not the last."""
+        """Free the buffers that a group does not need between its first pass and its backward."""
         self.release()
         for layer in self.layers:
             self.free_layer(layer, Until.FIRST)
@@ -240,7 +240,6 @@ class Group:
                 self.ledger.free(names.kv(layer))
 
     def close(self) -> None:
-        """Free the group's buffers after its backward."""
         self.release()
         for layer in self.layers:
             self.free_layer(layer, *Until)
@@ -249,17 +248,17 @@ class Group:
             self.ledger.free(names.x(self.index))
 
     def free_layer(self, layer: int, *until: Until) -> None:
-        """Free the layer's buffers that live until one of these times."""
+        """Free those of the layer's buffers that live until one of these times."""
         for name in layer_buffers(layer, *until):
             self.ledger.free(name)
 
     def prefix(self, layer: int) -> str:
-        """Return the buffer that holds K, V of this layer now."""
+        """Return the name of the buffer that holds the layer's K, V at this point."""
         again = names.kv_again(layer)
         return again if self.ledger.is_open(again) else names.kv(layer)
 
     def attention_home(self, layer: int, chunk: int) -> str | None:
-        """Return the buffer that keeps O, LSE of this cell, or None."""
+        """Return the name of the buffer that saves O, LSE of this cell, or None without one."""
         for name in (names.attention(layer), names.attention_open(layer)):
             if self.ledger.is_open(name) and chunk in self.ledger.covered[name]:
                 return name
@@ -268,14 +267,14 @@ class Group:
 
 @dataclass(slots=True)
 class GroupPasses(Group):
-    """A group that writes its passes into the ledger."""
+    """One group of layers and its passes, which add instructions to the ledger."""
 
     entered: str = ""  # buffer of the chunk's input
 
     # -- the group's input and output ---
 
     def enter(self, chunk: int) -> None:
-        """Provide hidden[first layer] of the chunk."""
+        """Put the group's input for one chunk into the register hidden[first layer]."""
         if self.index == 0:
             self.ledger.emit(Embed(chunk))
             return
@@ -292,7 +291,7 @@ class GroupPasses(Group):
         self.ledger.emit(Load(self.layers[0], chunk, self.entered))
 
     def leave(self, chunk: int) -> None:
-        """Keep hidden[top + 1] of the chunk, or hand it on."""
+        """Save the group's output for one chunk, hidden[top + 1], or send it to the next stage."""
         if self.is_stage and not self.is_last:
             self.ledger.emit(Send(self.top + 1, chunk))
             return
@@ -304,7 +303,7 @@ class GroupPasses(Group):
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
-        """Provide gradient[top + 1] of the chunk: from the head, or from the group above."""
+        """Put the gradient of the group's output into the register gradient[top + 1]."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
             return
@@ -320,7 +319,7 @@ class GroupPasses(Group):
             self.ledger.emit(LoadGradient(self.top + 1, chunk, place))
 
     def leave_backward(self, chunk: int) -> None:
-        """Store gradient[first layer] of the chunk in place of the group's input."""
+        """Write the gradient of the group's input, gradient[first layer], over the saved input."""
         if self.index == 0:
             self.ledger.emit(EmbedBackward(chunk))
             return
@@ -369,7 +368,7 @@ class GroupPasses(Group):
         return self.index - 1 if self.index and not self.is_stage else None
 
     def evaluate(self) -> None:
-        """Write a forward without a backward."""
+        """Write the forward of a program without a backward."""
         self.gather(self._above())
         self.open_first()
         for chunk in self.ledger.walked:
@@ -386,7 +385,7 @@ class GroupPasses(Group):
         self.release()
 
     def rebuild(self) -> None:
-        """Bring the group's K, V back for its backward."""
+        """Bring the group's K, V back for its backward, by copies or by another forward."""
         ledger, schedule = self.ledger, self.ledger.schedule
         missing = not schedule.kv_kept or self.kv_goes_home()
         if self.stays_open or not missing:
@@ -457,7 +456,8 @@ class GroupPasses(Group):
         hold: bool = False,
         held: bool = False,
     ) -> None:
-        """Write one forward cell with its copies. The content of the buffers decides the mode."""
+        """Write one forward cell with its copies. Whether attention is computed or its output read
+        depends on what the buffers hold."""
         ledger, prefix = self.ledger, self.prefix(layer)
         home = self.attention_home(layer, chunk)
         mode = MODE_COMPUTE
@@ -505,7 +505,7 @@ class GroupPasses(Group):
         return name if wanted and self.ledger.is_open(name) else None
 
     def _choice(self, layer: int, chunk: int, mode: AttentionMode) -> tuple[str | None, bool]:
-        """Return the buffer of the cell's choice of pages, and whether this cell chooses."""
+        """Return the buffer of the cell's chosen pages, and whether this cell chooses them."""
         if mode is not MODE_COMPUTE or chunk not in self.choosing(layer):
             return None, False
         name = names.choice(layer)
@@ -522,7 +522,7 @@ class GroupPasses(Group):
             self.ledger.emit(Evict(place, home, chunk))
 
     def backward_cell(self, layer: int, chunk: int, *, kept: bool = False) -> None:
-        """Write one backward cell with its copies; `kept` if the first pass kept its graph."""
+        """Write one backward cell with its copies; `kept` if the first pass saved its graph."""
         ledger, on_host = self.ledger, self.ledger.schedule.kv is HOST
         prefix, dkv = self.prefix(layer), names.dkv(layer)
         attention = cells = own_kv = None

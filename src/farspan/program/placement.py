@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """Memory wanted for a while."""
+    """A buffer to place: its size and lifetime."""
 
     size: int  # bytes
     born: int
@@ -34,7 +34,7 @@ class Placement:
 
 
 def live_peak(requests: Sequence[PlacementRequest]) -> int:
-    """The most bytes alive at one time."""
+    """Return the largest number of bytes alive at one time."""
     changes: dict[int, int] = {}
     for request in requests:
         changes[request.born] = changes.get(request.born, 0) + request.size
@@ -47,7 +47,7 @@ def live_peak(requests: Sequence[PlacementRequest]) -> int:
 
 
 def place(requests: Sequence[PlacementRequest]) -> Placement:
-    """First fit, largest first and longest lifetime first; the lower placement is kept."""
+    """Place buffers by first fit in two orders, and return the lower placement."""
     return lowest_of(requests, (largest_first, longest_first))
 
 
@@ -63,8 +63,8 @@ def longest_first(request: PlacementRequest) -> tuple[int, ...]:
 
 
 def lowest_of(requests: Sequence[PlacementRequest], orders: Sequence[Order]) -> Placement:
-    """The lowest placement over the orders, the first of equals; no order is tried after one that
-    reaches the lower bound."""
+    """Return the lowest first-fit placement among several orders. Later orders are not tried once a
+    placement reaches the lower bound."""
     bound = live_peak(requests)
     best = _first_fit(requests, orders[0], bound)
     for key in orders[1:]:

@@ -21,7 +21,7 @@ from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, 
 
 
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
-    """Return the rows of every chunk in buffers of this kind."""
+    """Return the rows of each chunk in buffers of this kind."""
     match RESIDENCY[kind].rows:
         case CutInto.CELLS | CutInto.GROUPS:
             return share.cells
@@ -32,7 +32,7 @@ def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
 
 
 class AttentionMode(StrEnum):
-    """Modes of a forward cell. Only COMPUTE does work that is quadratic in the sequence."""
+    """Source of attention's output in a forward cell. Only COMPUTE is quadratic in the sequence."""
 
     COMPUTE = "compute"  # full attention over the prefix
     NONE = "none"  # project and write K, V, then stop: the cell has no output
@@ -45,7 +45,7 @@ MODE_COMPUTE, MODE_NONE, MODE_GIVEN, MODE_HELD = AttentionMode  # fast in loops,
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One tensor of a buffer: one row per token, rows contiguous."""
+    """One tensor in a buffer; each token has one row, and rows are contiguous."""
 
     name: str
     offset: int  # bytes from the buffer's address
@@ -59,7 +59,7 @@ class Region:
 
 @value
 class Buffer:
-    """A named range of one arena that lives for a range of instructions."""
+    """A named range of bytes in an arena, with its lifetime in instructions."""
 
     name: str
     kind: Kind
@@ -77,7 +77,7 @@ class Buffer:
 
 @value
 class Allocate:
-    """Take the buffer's memory; its content is undefined."""
+    """Start the lifetime of a buffer; its content is undefined."""
 
     buffer: str
 
@@ -89,14 +89,14 @@ class Free:
 
 @value
 class Clear:
-    """Fill with zeros, since an accumulator must not start from old content."""
+    """Fill a buffer with zeros, since sums must not start from old content."""
 
     buffer: str
 
 
 @value
 class Fetch:
-    """Copy one chunk host to device."""
+    """Copy one chunk of a tensor from host to device."""
 
     source: str
     target: str
@@ -105,7 +105,7 @@ class Fetch:
 
 @value
 class Evict:
-    """Copy one chunk device to host."""
+    """Copy one chunk of a buffer from device to host."""
 
     source: str
     target: str
@@ -114,14 +114,14 @@ class Evict:
 
 @value
 class Embed:
-    """hidden[0] = embedding of the chunk."""
+    """Set hidden[0] to the embeddings of the chunk's tokens."""
 
     chunk: int
 
 
 @value
 class Load:
-    """Set hidden[layer], the layer's input, to the chunk of x in `buffer`."""
+    """Set hidden[layer], the input of a layer, to the chunk's rows of x in `buffer`."""
 
     layer: int
     chunk: int
@@ -130,7 +130,7 @@ class Load:
 
 @value
 class Store:
-    """The chunk of x in `buffer` = hidden[layer]."""
+    """Write hidden[layer] to the chunk's rows of x in `buffer`."""
 
     layer: int
     chunk: int
@@ -139,7 +139,7 @@ class Store:
 
 @value
 class LoadGradient:
-    """gradient[layer] = the chunk of x's gradient in `buffer`."""
+    """Set gradient[layer], the gradient of a layer's input, to the chunk's rows in `buffer`."""
 
     layer: int
     chunk: int
@@ -148,7 +148,7 @@ class LoadGradient:
 
 @value
 class StoreGradient:
-    """The chunk of x's gradient in `buffer` = gradient[layer]."""
+    """Write gradient[layer] to the chunk's rows in `buffer`."""
 
     layer: int
     chunk: int
@@ -157,7 +157,7 @@ class StoreGradient:
 
 @value
 class Forward:
-    """The forward cell F(layer, chunk): hidden[layer] to hidden[layer + 1]."""
+    """Cell F(layer, chunk): run a layer forward, from hidden[layer] to hidden[layer + 1]."""
 
     layer: int
     chunk: int
@@ -176,7 +176,7 @@ class Forward:
 
 @value
 class Head:
-    """Final norm, logits, loss from hidden[L]; unless evaluating, gives gradient[L], adds to dW."""
+    """Run norm, logits and loss on hidden[L]; with `gradient`, set gradient[L] and add to dW."""
 
     chunk: int
     gradient: bool = True
@@ -184,8 +184,8 @@ class Head:
 
 @value
 class Backward:
-    """The backward cell B(layer, chunk): gradient[layer + 1] to gradient[layer]; adds to dW and to
-    dK, dV of the whole prefix, and takes the chunk's own complete dK, dV."""
+    """Cell B(layer, chunk): run a layer backward, from gradient[layer + 1] to gradient[layer]. It
+    adds to dW and to dK, dV of earlier chunks, and reads the chunk's own dK, dV, then complete."""
 
     layer: int
     chunk: int
@@ -200,22 +200,22 @@ class Backward:
 
 @value
 class EmbedBackward:
-    """gradient[0] into the embedding's dW."""
+    """Add gradient[0] to the embedding's weight gradient."""
 
     chunk: int
 
 
 @value
 class Close:
-    """The group's dW is complete: fp32 accumulators go into `.grad` once."""
+    """Finish the group's weight gradients: fp32 sums go into `.grad` once."""
 
     group: int
 
 
 @value
 class Gather:
-    """Make the weights of a group's layers whole, and with `outer` those outside the layers: from
-    other ranks or main memory. With `gradients` provide the sums of their gradients instead."""
+    """Bring the weights of a group's layers to the device, from other ranks or main memory. `outer`
+    adds the modules outside the layers; `gradients` brings the sums of gradients instead."""
 
     group: int
     outer: bool
@@ -224,7 +224,7 @@ class Gather:
 
 @value
 class Release:
-    """Free the whole weights; ranks hold shards again."""
+    """Free the gathered weights of a group; ranks keep their shards."""
 
     group: int
     outer: bool
@@ -232,14 +232,14 @@ class Release:
 
 @value
 class Reduce:
-    """Add up the group's dW of all ranks if weights live in main memory; the sums leave."""
+    """Add up the group's weight gradients over ranks, for weights in main memory."""
 
     group: int
 
 
 @value
 class Receive:
-    """Receive hidden[layer], or its gradient, from the pipeline stage before, or after."""
+    """Receive hidden[layer] from the stage before, or its gradient from the stage after."""
 
     layer: int
     chunk: int
@@ -248,7 +248,7 @@ class Receive:
 
 @value
 class Send:
-    """Send hidden[layer], or its gradient, to the pipeline stage after, or before."""
+    """Send hidden[layer] to the pipeline stage after, or its gradient to the stage before."""
 
     layer: int
     chunk: int
@@ -281,7 +281,7 @@ Instruction = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Instructions of one step, and the place of every tensor that grows with the sequence."""
+    """Instructions of one step on one rank, and all buffers with their places in the arenas."""
 
     model: ModelSpec
     run: RunSpec
@@ -296,24 +296,23 @@ class Program:
     cut: int = 0
 
     def rows(self, kind: Kind, chunk: int) -> Range:
-        """Return a chunk's rows in buffers of this kind."""
         return rows_of(self.share, kind)[chunk]
 
     def own_groups(self) -> range:
-        """Return the groups that the rank runs: all, or its pipeline stage's one."""
+        """Return the indices of the groups that the rank runs: all, or its pipeline stage's."""
         return own_groups(self.share.rank, len(self.groups))
 
     def streams(self) -> bool:
-        """Return whether whole weights, and their gradients, pass through the program's slots."""
+        """Return whether whole weights and their gradients pass through slots of the program."""
         return streams(self.schedule, self.share.rank.layout)
 
     def closes_outer(self, group: int) -> bool:
-        """Return whether the modules outside the layers are closed with the group: with the first,
-        and with every stage of a pipeline, each of which has a part."""
+        """Return whether closing the group also closes the modules outside the layers. The first
+        group does, and every stage of a pipeline, since each has a shard of them."""
         return group == 0 or self.share.rank.layout.pipeline > 1
 
     def trains(self) -> bool:
-        """Return whether the program computes gradients, and not only the loss."""
+        """Return whether the program computes gradients, not only the loss."""
         return any(isinstance(i, Close) for i in reversed(self.instructions))
 
 
@@ -321,8 +320,8 @@ INDEX_BYTES = 8  # int64: of a token's id, its target or its position
 
 
 def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
-    """Return the bytes of the weights of these layers, or of the sums of their gradients. None
-    stands for the modules outside the layers."""
+    """Return the bytes of these layers' weights, or of the sums of their gradients. None stands for
+    the modules outside the layers."""
     works = [] if layers is None else [layer.work for layer in model.layers[slice(*layers)]]
     if gradients:
         trained = sum(work.trainable for work in works)
@@ -332,20 +331,20 @@ def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
 
 
 def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:
-    """Bytes that a step derives from a batch: targets, and positions, which are one row for all
-    sequences unless documents are separate. Ids, labels and documents belong to the caller."""
+    """Bytes that a step derives from a batch: targets, and positions, of which all sequences share
+    one row unless documents are separate. Ids, labels and documents belong to the caller."""
     return INDEX_BYTES * tokens * (batch + (batch if documents else 1))
 
 
 def aligned(size: int) -> int:
-    """Return the next multiple of the alignment, in bytes."""
+    """Return the size rounded up to a multiple of `ALIGNMENT` bytes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def regions(
     kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int, tokens: int
 ) -> tuple[Region, ...]:
-    """Return the tensors of a buffer of `tokens` tokens, one after the other."""
+    """Return the tensors that lie one after the other in a buffer of `tokens` rows."""
     found, offset = [], 0
     for one in RESIDENCY[kind].tensors(model, layer, batch):
         region = Region(one.name, offset, one.shape, _width(model, one), one.wide)
@@ -355,7 +354,7 @@ def regions(
 
 
 def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
-    """Return the bytes of a buffer with these regions."""
+    """Return the bytes of a buffer of `tokens` rows with these tensors."""
     return sum(aligned(region.row_bytes() * tokens) for region in found)
 
 
@@ -377,8 +376,8 @@ def activation_cell_bytes(
     with_attention: bool,
     sharers: int = 1,
 ) -> int:
-    """Return the bytes of one cell's saved tensors without K and V. With O and LSE, all heads
-    count: the layer has those of one of `sharers` ranks."""
+    """Return the bytes of activations that one cell saves, without K and V. With O and LSE all
+    heads count, though `layer` has only the heads of one of `sharers` ranks."""
     row = activation_row_bytes(model, layer, with_attention, sharers)
     # A recurrent layer's constant is the rounding of its scan and its states, per sequence.
     constant = layer.activation_constant * (batch if layer.state else 1)
@@ -388,19 +387,19 @@ def activation_cell_bytes(
 def activation_row_bytes(
     model: ModelSpec, layer: LayerSpec, with_attention: bool, sharers: int = 1
 ) -> int:
-    """Return the bytes of a cell per token that the rank has outside attention."""
+    """Return the bytes of activations that a cell saves per token."""
     attention = sharers * row_bytes(Kind.ATTENTION, model, layer, 1) if with_attention else 0
     return layer.activation_bytes + attention
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Bytes of the cells of these rows, the first of which is the largest; see Buffer."""
+    """Return the bytes of the cells with these rows; the first is the largest (see `Buffer`)."""
     lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 
 
 def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
-    """Return the byte range of a chunk's cell in a buffer of raw cells; a slot has one cell."""
+    """Return the byte range of a chunk's cell in a buffer of cells; a slot has only one."""
     if buffer.layer < 0:
         return 0, buffer.cell_bytes
     rows = program.share.cells
@@ -416,11 +415,11 @@ CHOICE_BYTES = 4  # of a page's number
 def means_cell_bytes(
     model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, sparse: Sparse
 ) -> int:
-    """Bytes of the R mean keys of each of n pages, [n * R, B, Hk, D], in the keys' dtype."""
+    """Bytes of a chunk's mean keys, R per page, [pages * R, B, Hk, D], in the keys' dtype."""
     row = batch * layer.kv_heads * sparse.key_dim(layer) * model.element_bytes
     return tokens // sparse.mean_tokens * row
 
 
 def choice_cell_bytes(layer: LayerSpec, batch: int, tokens: int, pages: int, page: int) -> int:
-    """Bytes of the choice [B, Hk, M, k] of a chunk of `tokens`, with k = `pages` pages."""
+    """Bytes of a chunk's choice, [B, Hk, M, k]: `pages` numbers per page of queries."""
     return batch * layer.kv_heads * -(-tokens // page) * pages * CHOICE_BYTES

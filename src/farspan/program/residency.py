@@ -1,7 +1,7 @@
-"""Places of tensors that grow with the sequence: a table with a row for each class.
+"""Tensors that grow with the sequence: a table with one row for each kind.
 
-A row defines the parts of a buffer of the class and their bytes, the schedule's field with its
-tier, a layer's buffers and their lifetimes, and the slots that carry it across the link. The
+A row defines the parts of the kind's buffers and their bytes, the schedule's field with its tier, a
+layer's buffers and their lifetimes, and the slots through which chunks cross the link. The
 instructions that name its buffers define its readers and writers (program/dependencies.py); the
 table describes them in words. Builder, sizes, simulation, checker, engine and report read it, and
 the search's bounds, which count copies in small programs (planner/pass_counts.py).
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class CutInto(StrEnum):
-    """Parts of a buffer, for each chunk."""
+    """Unit into which a buffer is divided, for each chunk."""
 
     TOKENS = "tokens"  # a row for each of the rank's tokens
     KEYS = "keys"  # a row for each of its keys
@@ -41,7 +41,7 @@ class CutInto(StrEnum):
 
 
 class Until(StrEnum):
-    """Time at which a layer's buffers of a class are freed."""
+    """Time at which a layer's buffers of one kind are freed."""
 
     FIRST = "first pass"  # of its group, unless the group stays open
     BACKWARD = "backward"  # of its group
@@ -49,7 +49,7 @@ class Until(StrEnum):
 
 
 class RowTensor(NamedTuple):
-    """A tensor of a row: its shape for one token, batch first; `wide` in the accumulate dtype."""
+    """A tensor with one row of `shape` per token, batch first; `wide` in the accumulate dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ Name = Callable[[int], str]  # of a layer's buffer
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """A class of tensors."""
+    """Description of one kind of tensor: its parts, tier, buffers, slots and lifetime."""
 
     words: str  # its name in reports
     rows: CutInto
@@ -90,7 +90,7 @@ def _x(model: ModelSpec, _: LayerSpec, batch: int) -> list[RowTensor]:
 
 
 def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
-    """Return K, V, or the states of a recurrent layer, which replace them."""
+    """Return the tensors K, V of an attention layer, or the states of a recurrent layer."""
     if layer.state:
         wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
         return [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]

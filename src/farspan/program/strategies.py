@@ -12,7 +12,7 @@ GROUPED = "grouped"  # a search takes it as the whole space of schedules
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A named way to fill in a schedule from a model's number of layers and a length."""
+    """A named schedule, given a model's number of layers and a sequence length."""
 
     name: str
     source: str  # its origin
@@ -109,15 +109,15 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy(name: str, layers: int, tokens: int) -> Schedule:
-    """Schedule of a strategy with its own defaults; published ones exchange all heads at once.
-    Raises UnsupportedError for an unknown name."""
+    """Return the schedule of a strategy with its own defaults. Published strategies exchange all
+    heads at once. Raises UnsupportedError for an unknown name."""
     check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
     return schedule if name == GROUPED else replace(schedule, alltoall_splits=1)
 
 
 def check_name(name: str, known: Collection[str] = (AUTO, *STRATEGIES)) -> None:
-    """Raise UnsupportedError for an unknown strategy, with the closest name."""
+    """Raise UnsupportedError for an unknown strategy, naming the closest one."""
     if name not in known:
         raise UnsupportedError(
             f"strategy: {name!r} is not known{did_you_mean(name, known)}; expected one of "

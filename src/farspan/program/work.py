@@ -47,7 +47,7 @@ from farspan.spec import BACKWARD_PRODUCTS, HOST, LayerSpec, ModelSpec, Schedule
 
 
 def work_of(program: Program, instruction: Instruction) -> float:
-    """FLOP of a cell or a head; causal attention counts only the keys that a query sees."""
+    """Return the FLOP of a cell or a head; attention counts only the keys that a query sees."""
     match instruction:
         case Forward(layer, chunk, mode):
             spec = program.model.layers[layer]
@@ -72,7 +72,7 @@ def work_of(program: Program, instruction: Instruction) -> float:
 
 
 class WorkKind(StrEnum):
-    """Purpose of an instruction, in words."""
+    """Purpose of an instruction, as words for reports."""
 
     FORWARD = "forward"
     AGAIN = "forward, computed again"
@@ -86,7 +86,7 @@ class WorkKind(StrEnum):
 
 
 def work_kinds(program: Program) -> list[WorkKind]:
-    """Return the kind of each instruction. A second forward of a cell is a recomputation."""
+    """Return the purpose of each instruction. A cell's second forward is recomputation."""
     seen: set[tuple[int, int]] = set()
     found: list[WorkKind] = []
     for instruction in program.instructions:
@@ -122,7 +122,7 @@ def _rows(program: Program, chunk: int) -> int:
 
 
 def _projections(program: Program, spec: LayerSpec) -> int:
-    """Return the multiplications per token before attention: those of q, k and v."""
+    """Return the multiplications per token of the q, k and v projections."""
     if spec.work.products:
         projected = spec.work.products[: spec.work.projections]
         return sum(inner * outer for inner, outer in projected)
@@ -130,7 +130,7 @@ def _projections(program: Program, spec: LayerSpec) -> int:
 
 
 def linear_products(model: ModelSpec, spec: LayerSpec) -> int:
-    """Return the multiplications per token in a layer, without attention.
+    """Return the multiplications per token of a layer's linear modules.
 
     If the layer's weights were not counted, this is an equal share of all but one table. A separate
     head then counts as part of the layers, 8% of a 7B model, since nothing here distinguishes it
@@ -150,7 +150,7 @@ def _attention(program: Program, spec: LayerSpec, chunk: int) -> float:
 
 
 def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
-    """Return the bytes that a fetch or evict of one chunk moves."""
+    """Return the bytes that one Fetch or Evict copies."""
     ends = program.buffers[source], program.buffers[target]
     if RESIDENCY[ends[0].kind].in_cells:
         places = (cell_place(program, end, chunk) for end in ends)
@@ -165,7 +165,7 @@ def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
 
 
 def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
-    """Bytes of a host buffer that the chunk's queries reach, each earlier row once, or 0."""
+    """Bytes of earlier keys that a chunk reads from a host buffer, each row once, or 0."""
     buffer, spec = program.buffers[name], program.model.layers[layer]
     if buffer.tier is not HOST:
         return 0
@@ -173,7 +173,7 @@ def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
 
 
 def parts_of(rank: Rank, chunk: tuple[int, int]) -> list[int]:
-    """Return the number of a chunk's tokens whose K, V each of the rank's shards holds."""
+    """Return the number of a chunk's tokens whose K, V each shard of the rank's group holds."""
     peers = (Rank(rank.layout, number) for number in rank.peers("shards"))
     ranges = (peer.tokens(chunk, "tensor", "ulysses") for peer in peers)
     return [stop - start for start, stop in ranges]
@@ -181,7 +181,7 @@ def parts_of(rank: Rank, chunk: tuple[int, int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of a rank's heads."""
+    """Heads of a rank that are exchanged and attended to together."""
 
     queries: Range  # query heads
     keys: Range  # the K, V heads that they attend to
@@ -190,8 +190,8 @@ class Piece:
 
 
 def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piece, ...]:
-    """Return the pieces of a layer's cells that attend, in order; a single one if nothing is
-    exchanged. `spec` has the heads of one rank."""
+    """Return the pieces in which a layer's heads are exchanged, in order; a single piece if no
+    exchange can be hidden. `spec` has the heads of one rank."""
     together = (
         layout.ulysses == 1
         or layout.ring > 1
@@ -202,8 +202,9 @@ def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piec
 
 
 def exposed(into: float, work: float, out: float, count: int) -> float:
-    """Return the seconds of an exchange that do not run behind `work`: `into` come before it and
-    `out` after it, and all are cut into `count` equal pieces in order."""
+    """Return the seconds by which exchanges of heads lengthen `work`. `into` seconds come before it
+    and `out` seconds after it; all three are cut into `count` equal pieces, so the exchange of one
+    piece overlaps with the work of another."""
     done, link = 0.0, into
     for place in range(1, count + 1):
         done = max(done, place * into / count) + work / count
@@ -212,7 +213,7 @@ def exposed(into: float, work: float, out: float, count: int) -> float:
 
 
 def cut_heads(layer: LayerSpec, count: int) -> tuple[Piece, ...]:
-    """Return at most `count` pieces of a layer's heads."""
+    """Return a layer's heads in at most `count` pieces."""
     if not layer.attends():
         return (Piece((0, 0), (0, 0)),)
     ratio = layer.query_heads // layer.kv_heads

@@ -111,10 +111,10 @@ def inspect_model(
     """Describe a model for the planner, and profile the work of its layers on `device`. `rank` is
     the rank of adapters on every linear module of the layers, or 0 for other adapters or none;
     `kernels` are those that the run uses."""
-    boundary, kernels = CausalLMStages(model), kernels or Kernels()
-    fuse(boundary, kernels, device)
-    spec = with_work(boundary, describe(boundary, device))
-    return _merge_work(inspect_blank(boundary, dtype, device, rank, kernels, _sizes(spec)), spec)
+    stages, kernels = CausalLMStages(model), kernels or Kernels()
+    fuse(stages, kernels, device)
+    spec = with_work(stages, describe(stages, device))
+    return _merge_work(inspect_blank(stages, dtype, device, rank, kernels, _sizes(spec)), spec)
 
 
 def inspect_sharded(
@@ -150,7 +150,7 @@ def _merge_work(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
 
 
 def inspect_blank(
-    boundary: CausalLMStages,
+    stages: CausalLMStages,
     dtype: str,
     device: torch.device,
     rank: int,
@@ -159,12 +159,12 @@ def inspect_blank(
 ) -> InspectedModel:
     """Describe a model, which may lack its weights, from its configuration's profile, or from its
     own if that has other `_sizes` than `sizes` (default: the model's total)."""
-    model = boundary.model
+    model = stages.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     sizes = sizes or [(sum(map(elements, parameters)), trained)]
-    fused = kernels.fused and fused_for(device, boundary.dtype)
-    adds = kernels.accumulate and adds_products(device, boundary.dtype)
+    fused = kernels.fused and fused_for(device, stages.dtype)
+    adds = kernels.accumulate and adds_products(device, stages.dtype)
     variant = Variant(dtype, rank, fused, adds, nf4=any(map(is_packed, model.modules())))
     profiles = profiles_of(model.config.to_dict(), name, measuring=measuring)
     profile = profiles.of(variant)

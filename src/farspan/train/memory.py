@@ -46,7 +46,7 @@ def expect_memory(
     found = estimate_memory(step, batch, tokens, values=values, cells=cells)
     # They exist, but the system hands out zeroed memory only at the first write.
     refuse_too_large(step, found, optimizer.untouched)
-    on_cpu = step.boundary.device.type == "cpu"
+    on_cpu = step.stages.device.type == "cpu"
     return Expected(
         new=found.new_device + (found.new_host if on_cpu else 0),
         device=found.device + optimizer.device,

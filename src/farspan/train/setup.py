@@ -511,8 +511,8 @@ def refuse_weights(weights: Tier, layout: Layout) -> None:
 def _inspected(run: RunConfig, device: torch.device, blank: Any) -> InspectedModel:
     """Describe the run's model for the planner from a model without weights."""
     rank = 0 if run.model.lora is None else run.model.lora.everywhere()
-    boundary = CausalLMStages(blank, device)
-    return inspect_blank(boundary, run.model.dtype.value, device, rank, run.kernels)
+    stages = CausalLMStages(blank, device)
+    return inspect_blank(stages, run.model.dtype.value, device, rank, run.kernels)
 
 
 def choose_device(name: str) -> torch.device:
