@@ -94,8 +94,7 @@ class ParallelContext:
         return self.made[several]
 
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
-        """Return the numbers that each rank passed, in the order of ranks; all ranks pass equally
-        many."""
+        """Return each rank's numbers, in the order of ranks; all ranks pass equally many."""
         record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
@@ -136,8 +135,7 @@ class ParallelContext:
             raise UnsupportedError(self._difference(everyone))
 
     def _unlike(self, table: list[list[int]]) -> bool:
-        """Return whether digests differ between ranks that must agree. `table` has a row per
-        rank."""
+        """Return whether digests, one row per rank, differ between ranks that must agree."""
         return any(
             len({table[n][number] for n in peers}) > 1
             for number, scope in enumerate(SCOPES)
@@ -160,8 +158,7 @@ class ParallelContext:
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
 
     def _difference(self, everyone: list[dict[str, Any]]) -> str:
-        """Return an error message that says how the ranks' facts differ; it is the same on every
-        rank."""
+        """Return the error message, equal on every rank, that says how the ranks' facts differ."""
         refused = [(n, said["refusal"]) for n, said in enumerate(everyone) if "refusal" in said]
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
@@ -198,8 +195,7 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Facts compared by a digest computed earlier, and a function that puts them into words if they
-    differ."""
+    """Facts compared by an earlier digest, and a function that describes them if they differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -275,8 +271,7 @@ def agreement(ranks: ParallelContext | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield bytes for a digest: each tensor's description and the elements whose turn it is, see
-    Note: [Contents]."""
+    """Yield bytes to digest: each tensor's form, and its next elements. See Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
@@ -458,8 +453,7 @@ class Rank0Weights:
 def broadcast_from_rank0(
     ranks: ParallelContext, model: nn.Module, home: torch.device | None = None
 ) -> None:
-    """Give every rank's model all weights of rank 0's, on its device or on `home`. All ranks call
-    it."""
+    """Broadcast all weights to every rank, on its device or on `home`. All ranks call it."""
     if not is_on_rank0_only(ranks, model):
         return
     weights = Rank0Weights.of(ranks, model)

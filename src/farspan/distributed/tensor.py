@@ -70,8 +70,7 @@ class TensorParallel:
         return whole if cut is None else cut.slice(whole, self.peers.index, self.peers.size)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """Gather the whole tensor from the peers' slices `local`. All peers call it, in the same
-        order."""
+        """Gather a whole tensor from the peers' slices. All peers call it, in the same order."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return local
@@ -106,8 +105,7 @@ class TensorParallel:
 
 
 class ModuleProxy(nn.Module):
-    """A wrapper of a module that passes on its attributes, which model families read from
-    children."""
+    """A wrapper of a module that passes on the attributes that model families read."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -121,8 +119,7 @@ class ModuleProxy(nn.Module):
 
 
 class _SharedBlock(ModuleProxy):
-    """Runs a block on the tokens of all ranks: gathers them, and scatters the sum of the
-    outputs."""
+    """Runs a block on the tokens of all ranks: gathers these, and scatters summed outputs."""
 
     def __init__(
         self, inner: nn.Module, bias: nn.Parameter | None, peers: Communicator, counts: Counts
@@ -202,8 +199,7 @@ def local_block(
 
 
 def twin(module: Module) -> Module:
-    """Return a shallow copy of a module that shares parameters and children; its children can be
-    replaced."""
+    """Return a shallow copy of a module with the same parameters and (replaceable) children."""
     shell = copy.copy(module)
     shell.__dict__["_modules"] = dict(module._modules)
     return shell
@@ -223,8 +219,7 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """Return the weight with equal values, of which only rows [start, start + size) have a
-    gradient."""
+    """Return a weight of equal values in which only rows [start, start + size) get a gradient."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 
