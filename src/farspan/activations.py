@@ -29,7 +29,7 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Elements of a named tensor or of a span, wherever that memory is now."""
+    """A saved tensor, as elements of a named tensor or a span, wherever that memory is now."""
 
     source: str | int  # name, or address of the storage
     offset: int  # bytes from the named tensor's first element, or from the storage's
@@ -40,7 +40,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Sparse:
-    """A sparse tensor, as its indices and values."""
+    """A saved sparse tensor, as its indices and values."""
 
     indices: "Tensor | _View"
     values: "Tensor | _View"
@@ -53,7 +53,7 @@ Packed = Tensor | _View | _Sparse
 
 @dataclass(slots=True)
 class _Span:
-    """The part of a storage that saved views cover."""
+    """The part of a storage that saved tensors use, copied as one run of bytes."""
 
     tensor: Tensor  # keeps the memory alive until it is copied
     low: int  # bytes from the start of the storage, aligned
@@ -66,7 +66,7 @@ class _Span:
 
 
 class SavedActivations:
-    """The saved tensors of one cell.
+    """The tensors that autograd saves for one cell's backward, moved as one run of bytes.
 
     Invariant: before `seal`, every storage with a saved view stays alive, so its address identifies
     it. After `seal` no tensor is kept, except copies beyond the planned bytes.
@@ -82,7 +82,7 @@ class SavedActivations:
         self.references: set[str] = set()  # named tensors that the graph saved
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return hooks by which autograd saves here."""
+        """Return a context in which autograd saves tensors here."""
         pack, unpack = self.pack, self.unpack
         # Compiled modules save in frames that the compiler watches; it must not trace these hooks.
         if "torch._dynamo" in sys.modules:
@@ -110,20 +110,20 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is (part of) a parameter; slots have other tensors too."""
+        """Return whether a tensor is a parameter or a view of one; slots have other tensors too."""
         storage, start = _storage(tensor), _start(tensor)
         return any(storage == s and low <= start < high for s, low, high in self._parameters)
 
     def size(self) -> int:
-        """Return the bytes that the cell needs when it is sealed."""
+        """Return the bytes that `seal` will copy."""
         return sum(span.size for span in self._spans.values())
 
     def count(self) -> int:
-        """Return the number of saved spans of memory."""
+        """Return the number of spans of memory that `seal` will copy."""
         return len(self._spans)
 
     def seal(self, store: Tensor) -> None:
-        """Copy the saved memory into `store` (uint8), after the forward."""
+        """Copy the saved memory into `store` (uint8), once the cell's forward is done."""
         if self.size() > store.numel():
             warnings.warn(MORE, stacklevel=2)
         place = 0
@@ -139,12 +139,12 @@ class SavedActivations:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all tensors. A graph refers to this object by its hooks, and a named tensor to its
-        graph: no collector sees that cycle, which would keep everything saved."""
+        """Drop all saved tensors. A graph refers to this object by its hooks, and a named tensor to
+        its graph: no collector sees that cycle, which would keep everything saved."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
-        """Set the cell's bytes and the named tensors before its backward."""
+        """Set the bytes and named tensors from which the cell's backward reads saved tensors."""
         self._bytes, self._named = store, named
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -179,17 +179,17 @@ def _within(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return a storage's identity; its address is 0 for all on the meta device."""
+    """Return a tensor's storage as an identifier; on the meta device all addresses are 0."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _start(tensor: Tensor) -> int:
-    """Return the bytes from the start of its storage to the tensor."""
+    """Return a tensor's offset in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _reach(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from the start of a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -199,6 +199,6 @@ def _reach(tensor: Tensor) -> int:
 def _typed(
     memory: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Return a view of `memory`'s storage from byte `start`, with a separate version counter."""
+    """Return a tensor over `memory`'s storage from byte `start`, with its own version counter."""
     view = torch.empty(0, dtype=dtype, device=memory.device)
     return view.set_(memory.untyped_storage(), start // view.element_size(), shape, stride)

@@ -15,7 +15,7 @@ from farspan.spec import UnsupportedError
 
 @contextmanager
 def allocator_package(wanted: str = "memory") -> Iterator[Any]:
-    """Yield `farspan_memory`; its refusals inside the block become farspan's. Raises
+    """Yield `farspan_memory`, and turn its errors inside the block into farspan's. Raises
     UnsupportedError, which begins with the `wanted` feature, if the package is not installed."""
     try:
         refused: type[Exception] = load("farspan_memory", "UnsupportedError")

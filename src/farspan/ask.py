@@ -61,8 +61,9 @@ def _discard(_: str) -> None:
 
 
 def _told(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
-    """Return what makes a field an option of `farspan plan`, too, named as the field or by `flags`.
-    The command line reads it as `reads`, and replaces {models} and {cards} in its help."""
+    """Return metadata that makes a field an option of `farspan plan`, named as the field or by
+    `flags`. The command line parses it by `reads`, and replaces {models} and {cards} in its
+    help."""
     return {"help": help, "flags": flags, "reads": reads, "metavar": metavar}
 
 
@@ -72,7 +73,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's request. Sizes are numbers or text: see `farspan.formatting`.
+    """What a user asks the planner. Sizes are numbers or text, see `farspan.formatting`.
 
     `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
     adapters. `batch` counts for each group of devices that shares a sequence.
@@ -160,7 +161,7 @@ class Request:
     progress: Callable[[str], None] = _discard  # receives messages while measuring
 
     def __post_init__(self) -> None:
-        """Read words in the spellings that other tools and people use."""
+        """Convert words that other tools and people use to farspan's."""
         for name in ("optimizer", "weights", "strategy", "loss", "reference"):
             if isinstance(word := getattr(self, name), str):
                 object.__setattr__(self, name, as_meant(word))
@@ -198,7 +199,7 @@ class Request:
         return as_run(question, self.lora)
 
     def strategies(self) -> list[str] | None:
-        """Return the strategies to choose from; None means all. Raises UnsupportedError."""
+        """Return the strategies to choose from; None: all. Raises UnsupportedError."""
         if self.strategy == AUTO:
             return None
         check_name(self.strategy)
@@ -266,7 +267,7 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the question with its model as the machine runs it, with adapters of rank `lora`."""
+    """Return the question for the model as it runs on the machine, with adapters of rank `lora`."""
     if question.profiles is None:
         return question
     profile = question.profile
@@ -279,8 +280,8 @@ def as_run(question: Question, lora: int = 0) -> Question:
 def _asking(
     request: Callable[P, Request],
 ) -> Callable[[Callable[[Request], Plan]], Callable[P, Plan]]:
-    """Return a decorator: the function takes the fields of a request, all but the first by name. It
-    raises UnsupportedError for other options."""
+    """Decorate a function to take the fields of a request as arguments, all but the first by name.
+    It raises UnsupportedError for other options."""
     first, *others = signature(request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]
@@ -347,7 +348,8 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """Loads what measures a model that does not ship: it needs torch. A value that ranks send."""
+    """A function, as a value that ranks can send, that loads what measures a model that farspan has
+    no preset for; this needs torch."""
 
     def __call__(self) -> Measure:
         found: Measure = load("farspan.engine.profile", "measure")
@@ -358,7 +360,7 @@ measuring = Measuring()
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
-    """Measure this machine; loaded late, since it needs torch."""
+    """Measure this machine, by code that is imported only now, since it needs torch."""
     try:
         measure: Callable[[Callable[[str], None]], MachineSpec] = load(
             "farspan.engine.calibrate", "here"
@@ -416,7 +418,7 @@ MOST_DEVICES = 2**16  # per sequence; no machine has as many
 
 
 def _layout(gpus: int, model: ModelSpec) -> Layout:
-    """Return the layout in which every device works on one sequence."""
+    """Return a layout in which all devices work on one sequence."""
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
     if gpus > MOST_DEVICES:

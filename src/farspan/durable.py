@@ -22,11 +22,11 @@ PARTIAL = ".partial-"
 
 
 class WriteFailed(OSError):
-    """A file could not be written; the message names it and says what to do."""
+    """A file could not be written; the message names it and says what to do about it."""
 
 
 class NotDamaged(UnsupportedError):
-    """A checkpoint cannot be used here and now, but may well be whole."""
+    """A checkpoint cannot be used here and now, but it may well be whole."""
 
 
 class NotPrivate(OSError):
@@ -37,8 +37,8 @@ KEPT = Path("~/.cache/farspan")  # files kept between runs, by default
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder` for this user alone, or check that only this user may write there. Raises
-    NotPrivate, and OSError if it cannot be made."""
+    """Make a folder that only this user may access; if it exists, check that no other user may
+    write there. Raises NotPrivate, and OSError if it cannot be made."""
     kept = KEPT.expanduser()
     own = folder.is_relative_to(kept)
     if own and folder != kept:
@@ -55,7 +55,7 @@ def private_folder(folder: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise NotPrivate unless this user owns `path` and, if it is a link, its target."""
+    """Raise NotPrivate unless this user owns `path`; for a link, its target, too."""
     for status in (path.lstat(), path.stat()):
         if status.st_uid != os.geteuid():
             raise NotPrivate(
@@ -65,7 +65,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """Return whether users other than its owner may write to a file or folder."""
+    """Return whether users other than the owner may write to a file or folder."""
     return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
@@ -77,13 +77,13 @@ def _user(number: int) -> str:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file for writing; an existing file or link of that name is removed first."""
+    """Create a file for writing; an existing file or link of that name is removed first."""
     path.unlink(missing_ok=True)
     return path.open("xb")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write and sync a new file. Raises WriteFailed."""
+    """Write data to a new file, and sync it. Raises WriteFailed."""
     try:
         with create(path) as file:
             file.write(data)
@@ -94,7 +94,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file: a reader sees the old bytes or the new ones. Raises WriteFailed."""
+    """Replace a file such that readers see the old bytes or the new ones. Raises WriteFailed."""
     partial = path.with_name(PARTIAL + path.name)
     try:
         write_bytes(partial, data)
@@ -106,8 +106,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_output(path: Path, content: str | bytes, option: str) -> None:
-    """Write a file that the user named by `option`; an earlier one stays until the new one is
-    whole. Raises UnsupportedError, naming the option."""
+    """Write a file at the path that the user gave as `option`; an earlier file stays until the new
+    one is whole. Raises UnsupportedError, naming the option."""
     # Bytes of file names that are not Unicode become question marks.
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     try:
@@ -125,8 +125,8 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
 
 
 def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
-    """Raise UnsupportedError, naming the option, if no file can be written at `path`, or a `new`
-    one exists already. Call it before long work."""
+    """Check, before long work, that a file can be written at `path`. Raises UnsupportedError,
+    naming the option, if not, or if a `new` file exists already."""
     if path is None:
         return
     wrong, folder = "", path.parent
@@ -143,10 +143,10 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
 
 
 def refuse_links(folder: Path, *others: Path) -> None:
-    """Raise UnsupportedError if anything under a folder is a link that leads outside the folder and
-    the `others`, or is neither a file nor a folder, such as a pipe, which never ends. A folder made
-    by another user may point at any file of this one. Links in `wandb` are exempt: its logs are
-    links to its cache."""
+    """Raise UnsupportedError if a folder contains a link to outside of it and the `others`, or
+    something that is neither a file nor a folder, such as a pipe, whose reading never ends. A
+    folder made by another user may point at any file of this one. Links in `wandb` are exempt: its
+    logs are links to its cache."""
     root = Path(os.path.realpath(folder))
     for place in root.rglob("*"):
         inside = place.relative_to(root).parts
@@ -163,7 +163,7 @@ def refuse_links(folder: Path, *others: Path) -> None:
 
 
 def refuse_pipes(*places: Path) -> None:
-    """Raise NotDamaged if a path is neither a file nor a folder: a pipe, say, never ends."""
+    """Raise NotDamaged if a path is neither file nor folder, such as a pipe, which never ends."""
     for place in places:
         if place.exists():
             with readable(place):
@@ -176,8 +176,8 @@ HELD: dict[str, tuple[str, str]] = {}
 
 
 def shown(text: object) -> str:
-    """Return a text in which the paths of folders held open are replaced by their present names:
-    the user's, or the new ones after a rename."""
+    """Return a text in which paths of folders that this process holds open are replaced by the
+    folders' present names: the user's, or the new ones after a rename."""
 
     def name(found: re.Match[str]) -> str:
         try:
@@ -192,8 +192,8 @@ def shown(text: object) -> str:
 
 @contextmanager
 def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
-    """Make a folder whose files get the umask's modes, even if a library writes them. An error
-    inside the block removes it: the disk may be full. Raises WriteFailed."""
+    """Inside the block, have a new folder for files to write, which get the umask's modes even if a
+    library writes them. An error removes it: the disk may be full. Raises WriteFailed."""
     try:
         clear(folder)
         folder.mkdir(parents=True)
@@ -210,7 +210,7 @@ def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a finished file or folder its name, replacing any earlier one. Raises WriteFailed."""
+    """Rename a finished file or folder, replacing an earlier one. Raises WriteFailed."""
     try:
         if partial.is_dir():
             for inner in partial.rglob("*"):
@@ -224,7 +224,7 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove a folder as far as possible, a file, or a link itself."""
+    """Delete a file, a link itself, or a folder as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -232,7 +232,7 @@ def clear(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder, or a link; a half-removed folder loses its name. Raises WriteFailed."""
+    """Delete a folder, or a link; half-deleted, it no longer has its name. Raises WriteFailed."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -249,7 +249,7 @@ def discard(folder: Path) -> None:
 
 
 def move(path: Path, place: Path) -> None:
-    """Rename a file or folder, if it still exists, within its folder. Raises WriteFailed."""
+    """Rename a file or folder within its folder, if it still exists. Raises WriteFailed."""
     try:
         if os.path.lexists(path):
             os.replace(path, place)
@@ -262,8 +262,8 @@ def move(path: Path, place: Path) -> None:
 
 
 def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
-    """Remove unfinished files that a killed process left directly under `folder`: names of
-    `PARTIAL` followed by a match of `ours`. All others belong to the user."""
+    """Delete unfinished files that a killed process left in `folder`: their names are `PARTIAL` and
+    a match of `ours`. All other files belong to the user."""
     for path in folder.glob(f"{PARTIAL}*"):
         if not ours.fullmatch(path.name.removeprefix(PARTIAL)):
             continue
@@ -272,8 +272,8 @@ def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise UnsupportedError, naming the file, if it or a file under it is missing, and NotDamaged
-    if the system does not let it be read, or it is a pipe, say, which never ends."""
+    """Inside the block, turn errors of reading into UnsupportedError, naming the file, if it or a
+    file under it is missing, and into NotDamaged if it is a pipe or cannot be read."""
     try:
         mode = path.stat().st_mode if os.path.lexists(path) else stat.S_IFREG
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -295,9 +295,9 @@ KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
 
 
 def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str, Any]:
-    """Return the object of a JSON text; `kinds` are the types of its fields, if present. Raises
-    ValueError, naming the field, for other kinds, numbers that are not `finite`, and deep nesting,
-    in which later work would fail."""
+    """Parse a JSON text that holds an object, and return it; `kinds` are the types that its fields
+    must have, if present. Raises ValueError, naming the field, for other types, numbers that are
+    not `finite`, and deep nesting, in which later work would fail."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:  # the latter for deep nesting
@@ -312,8 +312,8 @@ def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str
 
 
 def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = True) -> None:
-    """Raise ValueError, naming the field, for numbers that are not `finite`, and deep nesting.
-    Overrides of a model may be infinite."""
+    """Raise ValueError, naming the field, if JSON has numbers that are not `finite`, or nests
+    deeply. Overrides of a model may be infinite."""
     if depth > DEEPEST:
         raise ValueError(f"{field}: nested more than {DEEPEST} levels deep")
     if isinstance(value, int | float) and finite and not abs(value) < LARGEST:
@@ -327,7 +327,7 @@ def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = Tr
 
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Turn errors of reading a file's content into UnsupportedError that names the file."""
+    """Inside the block, turn errors of a file's content into UnsupportedError, naming the file."""
     try:
         yield
     except UnsupportedError:
@@ -337,8 +337,8 @@ def parsing(path: Path) -> Iterator[None]:
 
 
 def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """Return the object in a JSON file of any origin. Raises UnsupportedError, naming the file and
-    the field, if it is missing or unusable."""
+    """Read a JSON file, of any origin, that holds an object. Raises UnsupportedError, naming the
+    file and the field, if it is missing or unusable."""
     with readable(path):
         data = path.read_bytes()
     try:
@@ -348,12 +348,12 @@ def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def given_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """Return the object in a JSON file as `expect_json` does; empty if the file does not exist."""
+    """Read an object from a JSON file as `expect_json` does; empty if there is no file."""
     return expect_json(path, **kinds) if os.path.lexists(path) else {}
 
 
 def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if the file is missing, unreadable or different."""
+    """Read an object from a JSON file; None if it is missing, unreadable or something else."""
     try:
         return parse_object(path.read_bytes(), finite, **kinds) if path.is_file() else None
     except (OSError, ValueError):
@@ -361,13 +361,13 @@ def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, An
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
+    """Return a file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Sync a file or folder to the disk."""
+    """Force a file's or folder's written data to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -376,7 +376,7 @@ def sync(path: Path) -> None:
 
 
 def write_failure(path: Path, reason: str) -> WriteFailed:
-    """Return the error for a file that could not be written."""
+    """Return the error that says that a file could not be written."""
     return WriteFailed(
         f"cannot write {shown(path)}: {reason}; free some space or fix its permissions, then run "
         "the same command again"

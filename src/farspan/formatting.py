@@ -41,17 +41,17 @@ _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*(
 
 
 def read_tokens(given: str | int, name: str) -> int:
-    """Read tokens such as 131072, 128K, 1e6. Raises UnsupportedError naming the option."""
+    """Parse tokens such as 131072, 128K or 1e6. Raises UnsupportedError naming the option."""
     return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
 
 
 def read_bytes(given: str | int, name: str) -> int:
-    """Read bytes such as 80GB, 128GiB, 128G. Raises UnsupportedError naming the option."""
+    """Parse bytes such as 80GB, 128GiB or 128G. Raises UnsupportedError naming the option."""
     return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
 
 
 def read_memory(given: str | int, name: str) -> int:
-    """Read the bytes of a memory. A bare 24 means GiB, and is refused as too few bytes."""
+    """Parse a memory's bytes. A bare number such as 24 means GiB, and is refused as too few."""
     size = read_bytes(given, name)
     bare = str(given).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:
@@ -60,7 +60,7 @@ def read_memory(given: str | int, name: str) -> int:
 
 
 def read_seconds(given: str | float, name: str) -> float:
-    """Read seconds such as 90, 30m, 1.5h. Raises UnsupportedError naming the option."""
+    """Parse seconds such as 90, 30m or 1.5h. Raises UnsupportedError naming the option."""
     match = _TIME.fullmatch(str(given).strip().lower())
     seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
     if not seconds:
@@ -94,24 +94,24 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
 
 
 def shortened(given: object, most: int = SHOWN) -> str:
-    """Return a value as an error shows it: at most its first `most` characters."""
+    """Return a value as text for an error, cut to its first `most` characters."""
     text = given if isinstance(given, str) else f"{given!r}"
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def some(names: Sequence[str], where: str = "farspan plan --help") -> str:
-    """Return the first of many names, and where all are listed."""
+    """Return the first of many names as text, and say where all are listed."""
     return f"{', '.join(names[:FEW])} and {len(names) - FEW} more ({where})"
 
 
 def without_home(text: str) -> str:
-    """Replace the home folder by `~`."""
+    """Return a path as text with the home folder as `~`."""
     home = str(Path.home())
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?![^/\s'\"])", "~", text)
 
 
 def write_tokens(tokens: int) -> str:
-    """Write tokens as `128K` or `1M` if that is exact, else with thousands marked."""
+    """Format tokens as `128K` or `1M` if that is exact, else with commas at thousands."""
     for unit, factor in (("M", 2**20), ("K", 2**10)):
         if tokens and tokens % factor == 0:
             return f"{tokens // factor:,}{unit}"
@@ -119,12 +119,12 @@ def write_tokens(tokens: int) -> str:
 
 
 def write_number(count: int, noun: str) -> str:
-    """Write a count with its noun: `1 sequence`, `2,048 sequences`."""
+    """Format a count with its noun: `1 sequence`, `2,048 sequences`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def write_bytes(size: float) -> str:
-    """Write bytes with about three figures, in the largest binary unit not above the size."""
+    """Format bytes with about three digits, in the largest binary unit not above the size."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1024:
@@ -134,7 +134,7 @@ def write_bytes(size: float) -> str:
 
 
 def write_count(amount: float, unit: str) -> str:
-    """Write three figures with a decimal prefix, such as `1.05 TFLOP`."""
+    """Format a count with three digits and a decimal prefix, such as `1.05 TFLOP`."""
     for prefix in ("", "K", "M", "G", "T"):
         if abs(amount) < 999.5:
             return f"{amount:.3g} {prefix}{unit}"
@@ -143,13 +143,13 @@ def write_count(amount: float, unit: str) -> str:
 
 
 def write_most(fraction: float) -> str:
-    """Write an upper bound on a fraction in tenths of a percent; never 0.0%."""
+    """Format a fraction's upper bound as a percentage of one decimal, rounded up: never 0.0%."""
     # 0.031 * 1000 may be the next float above 31.
     return f"{ceil(round(1000 * fraction, 6)) / 10 or 0.1:.1f}%"
 
 
 def write_seconds(seconds: float) -> str:
-    """Write seconds, or minutes or hours for long times."""
+    """Format seconds, as minutes or hours for long times."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
@@ -160,7 +160,7 @@ def write_seconds(seconds: float) -> str:
 
 
 def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]:
-    """Fold text into lines of at most `columns`, by default the terminal's width. Later lines are
+    """Wrap text to lines of at most `columns`, by default the terminal's width. Later lines are
     indented. A command to paste stays whole, or continues after a backslash."""
     width = columns or max(COLUMNS, shutil.get_terminal_size().columns)
     wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
@@ -176,7 +176,7 @@ def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the nearest known word as a question in brackets; empty if none is near."""
+    """Return the known word nearest to a misspelt one, as a question; empty if none is near."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1)
     return f" (did you mean {names[close[0]]}?)" if close else ""
@@ -193,7 +193,7 @@ _CALLED = {
 
 
 def as_meant(word: str) -> str:
-    """Return a word in small letters, with other tools' names replaced by farspan's."""
+    """Return a word in lower case, and names that other tools use replaced by farspan's."""
     small = word.strip().lower()
     return _CALLED.get("".join(filter(str.isalnum, small)), small)
 
@@ -205,8 +205,8 @@ SEES_ALL = "which hides no token at this context and equals dense attention"
 
 
 def read_sparse(text: str) -> Sparse | None:
-    """Read `on` (the defaults), `off` (None), or fields such as `page=64,budget=2K`. Other fields
-    have their defaults. Raises UnsupportedError naming the field."""
+    """Parse sparse attention's settings: `on` (the defaults), `off` (None), or fields such as
+    `page=64,budget=2K`; others have defaults. Raises UnsupportedError naming the field."""
     word = text.strip().lower()
     if word in (ON, OFF):
         return Sparse() if word == ON else None
@@ -227,7 +227,8 @@ def read_sparse(text: str) -> Sparse | None:
 
 
 def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "recent")) -> str:
-    """Write sparse attention as `read_sparse` reads it: `named` fields and non-default values."""
+    """Format sparse attention's settings as `read_sparse` parses them: the fields in `named`, and
+    those that differ from the defaults."""
     default, pieces = Sparse(), []
     for name in FIELDS:
         if name == "index_dim" and not sparse.indexed:
@@ -240,7 +241,7 @@ def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "rece
 
 
 def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
-    """Describe which keys a query sees, on one line; `hides` is False if it certainly sees all."""
+    """Describe, on one line, which keys a query sees; `hides` is False if it certainly sees all."""
     what = "approximate" if hides else SEES_ALL
     return (
         f"sparse attention, {what}: of earlier tokens it sees {write_tokens(sparse.budget)} in "
@@ -250,5 +251,5 @@ def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
 
 
 def read_pages(value: str, name: str) -> int:
-    """Read tokens as `read_tokens` does, or 0."""
+    """Parse a number of tokens as `read_tokens` does, or 0."""
     return 0 if re.fullmatch(r"0+", value) else read_tokens(value, name)

@@ -13,18 +13,18 @@ UNLIMITED = 2**60
 
 
 class TooLarge(UnsupportedError):
-    """The requested bytes do not fit into main memory."""
+    """The bytes that were asked for do not fit into main memory."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that can be allocated before the kernel kills a process. /proc and /sys are
-    read under `root`."""
+    """Return how many bytes of main memory this process can still allocate before the kernel kills
+    it. /proc and /sys are read under `root`."""
     free = int(psutil.virtual_memory().available)
     return min([free, *_group_headroom(root)])
 
 
 def describe_host(root: Path = Path("/")) -> dict[str, int]:
-    """Return bytes of main memory as the kernel and the control groups show them. `total` may be
+    """Return the sizes of main memory that the kernel and the control groups report. `total` may be
     less than the machine has: some virtual machines show memory once it has been used."""
     found, swap = psutil.virtual_memory(), psutil.swap_memory()
     shown = {name: int(getattr(found, name)) for name in ("total", "available", "free")}
@@ -42,8 +42,8 @@ def refuse_beyond(
     available: int | None = None,
     allowed: int | None = None,
 ) -> None:
-    """Raise TooLarge if `needed` bytes exceed the available ones, or those that the user's
-    host_memory leaves for the purpose; None: no such limit."""
+    """Raise TooLarge if `needed` bytes of main memory are not available, or exceed what the user's
+    limit `host_memory` leaves; None: no limit."""
     if allowed is not None and needed > allowed:
         raise TooLarge(
             f"host memory: {what} needs {_size(needed)}, but host_memory leaves only "
@@ -58,8 +58,8 @@ def refuse_beyond(
 
 
 def _size(number: int) -> str:
-    """Return bytes in the largest unit that does not round them to 0. The planner's formatting is
-    in a higher layer."""
+    """Return bytes as text, in the largest unit that does not round them to 0. The planner's
+    formatting is in a higher layer."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if number >= unit:
             return f"{number / unit:.2f} {name}"
@@ -67,7 +67,7 @@ def _size(number: int) -> str:
 
 
 def _group_headroom(root: Path) -> list[int]:
-    """Return limit - usage of every control group of this process, innermost first."""
+    """Return limit - usage (bytes) of every control group of this process, innermost first."""
     found = []
     for folder, limit_name, usage_name in _group_folders(root):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
@@ -106,7 +106,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the bytes of file cache that the kernel frees before it kills a process."""
+    """Return a control group's file cache (bytes), freed before the kernel kills a process."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

@@ -15,8 +15,8 @@ from typing import Any
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector inside the block, so that reference counts alone free objects:
-    collections at random moments would make two traces differ, and slow imports by a tenth."""
+    """Inside the block, free objects by reference counts alone: garbage collections at random
+    moments would make two traces differ, and slow imports by a tenth."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -27,10 +27,8 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def load(module: str, name: str) -> Any:
-    """Return the value called `name` in `module`, which is imported if necessary.
-
-    Both arguments are literals at the call, so that the gate and a reader see them.
-    """
+    """Import `module` if necessary, and return its attribute `name`. Both arguments are literals at
+    the call, so that the gate and a reader see them."""
     with without_garbage_collection():
         return getattr(import_module(module), name)
 
@@ -39,21 +37,21 @@ _GIVEN: dict[str, str] = {}
 
 
 def give(part: str, module: str) -> None:
-    """Let lower layers ask for a `part` of the package by what it is. The package's face, which is
-    above all layers and imported first, says which module it is."""
+    """Register the module that has a `part` of the package, for lower layers, which must not import
+    it. farspan/__init__.py, above all layers and imported first, calls this."""
     _GIVEN[part] = module
 
 
 def given(part: str, name: str) -> Any:
-    """Return the value called `name` in the module that was given as `part`."""
+    """Return the attribute `name` of the module registered as `part`."""
     return load(_GIVEN[part], name)
 
 
 def attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package that loads names when they are first read.
-    `homes` maps names to modules; a name whose home is `package.name` is that module. Raises
+    """Return `__getattr__` and `__dir__` for a package whose attributes are imported when first
+    read. `homes` maps names to modules; a name whose home is `package.name` is that module. Raises
     AttributeError for any other name."""
 
     def read(name: str) -> Any:

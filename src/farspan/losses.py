@@ -90,9 +90,9 @@ def grpo(
 
 
 def distillation(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the part of KL(teacher || student) in the teacher's k ids, [batch, tokens]. Arguments
-    are log-probabilities [batch, tokens, k]; the result is 0 where `mask` is. For unused ids of a
-    token the teacher's log-probability is -inf."""
+    """Return the teacher's k most likely tokens' part of KL(teacher || student), per token, [batch,
+    tokens]. Arguments are log-probabilities [batch, tokens, k]; the result is 0 where `mask` is.
+    For unused ids of a token the teacher's log-probability is -inf."""
     weight = teacher.exp()
     loss = torch.where(weight > 0, weight * (teacher - student), 0).sum(-1)
     return loss if mask is None else loss * mask
@@ -103,7 +103,7 @@ def _margin(policy: Pair, reference: Pair) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, by the formula that keeps its digits."""
+    """Return log(1 - exp(x)) for x < 0, by whichever formula keeps its digits."""
     near = x > -0.6931  # where exp(x) > 1/2
     far = torch.log1p(-torch.where(near, -1.0, x).exp())
     return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), far)

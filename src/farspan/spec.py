@@ -19,12 +19,12 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True)
 def value(of: type[T]) -> type[T]:
     """Make a dataclass that only type checkers treat as frozen: a really frozen one takes four
-    times as long to create, and a plan creates 400,000."""
+    times as long to create, and a plan creates 400,000 values."""
     return dataclass(slots=True, unsafe_hash=True)(of)
 
 
 class UnsupportedError(ValueError):
-    """A request that cannot be met exactly; names the field, the expected value and a remedy."""
+    """A request that farspan cannot meet exactly; names the field, what was expected, a remedy."""
 
 
 class Tier(StrEnum):
@@ -40,20 +40,20 @@ DEVICE, HOST = Tier
 
 
 class Quantization(StrEnum):
-    """Format of frozen weights of linear modules while adapters are trained."""
+    """Format of linear modules' frozen weights while adapters are trained."""
 
     NF4 = "nf4"  # four bits, and eight for each block of 64 (bitsandbytes, double quantisation)
 
     @classmethod
     def _missing_(cls, value: object) -> "Quantization | None":
-        """Return the member that other libraries call by this name."""
+        """Accept the names by which other libraries call a format."""
         word = "".join(filter(str.isalnum, str(value).lower()))
         return cls.NF4 if word in ("nf4", "4", "4bit", "bnb4bit", "loadin4bit", "qlora") else None
 
 
 class LossKind(StrEnum):
-    """The objective of a step. All but `sft` are computed from log-probabilities of the whole
-    sequence, whose gradient is then the rest of the step (`Step.logprobs`)."""
+    """The training loss. All but `sft` are computed from log-probabilities of the whole sequence,
+    after which the backward runs from their gradient (`Step.logprobs`)."""
 
     SFT = "sft"  # a mean of token losses, in one pass
     DPO = "dpo"
@@ -65,12 +65,12 @@ class LossKind(StrEnum):
 
     @property
     def of_loops(self) -> bool:
-        """Return whether the loss is only for a user's own loop, not for a run file."""
+        """True if the loss is only for a user's own training loop, not for a run file."""
         return self in (LossKind.KTO, LossKind.GRPO)
 
 
 class Reference(StrEnum):
-    """The source of another model's log-probabilities in a loss."""
+    """Where the log-probabilities of the reference model or teacher in a loss come from."""
 
     NONE = "none"
     FROZEN = "frozen"  # a second copy of the weights, evaluated each step
@@ -80,7 +80,7 @@ class Reference(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss of a step, with its reference."""
+    """The loss of a step, with the reference model that it compares with."""
 
     kind: LossKind = LossKind.SFT
     reference: Reference = Reference.NONE
@@ -88,17 +88,17 @@ class Objective:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the backward waits for all log-probabilities."""
+        """Return whether the backward waits for all log-probabilities of the sequence."""
         return self.kind is not LossKind.SFT
 
     @property
     def evaluates(self) -> bool:
-        """Return whether each step runs the reference's forward."""
+        """Return whether each step runs a forward of the reference model."""
         return self.reference in (Reference.FROZEN, Reference.ADAPTERS_OFF)
 
 
 class AttentionKernel(StrEnum):
-    """Kernel of attention on a CUDA GPU. Named ones are for comparisons: `auto` is the fastest."""
+    """The kernel for attention on CUDA: `auto` is the fastest, others are for comparisons."""
 
     AUTO = "auto"  # the fastest that `farspan calibrate` found here, else by the card
     CUDNN = "cudnn"  # if it is correct and its plans are few, flash attention otherwise
@@ -109,7 +109,7 @@ class AttentionKernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels that compute a schedule; results differ in rounding alone."""
+    """Which kernels a schedule uses; their results differ only in rounding."""
 
     attention: AttentionKernel = AttentionKernel.AUTO
     # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.
@@ -140,7 +140,7 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """Work and brief memory of a layer without attention's own products, per token and forward
+    """A layer's FLOP and temporary memory besides attention's own products, per token and forward
     unless a name says otherwise. All zero means not counted: then no time is known."""
 
     parameters: int = 0  # elements of the layer's weights
@@ -156,7 +156,7 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor that a recurrent layer hands from one chunk to the next, instead of K and V."""
+    """A tensor that a recurrent layer passes from one chunk to the next, instead of K and V."""
 
     name: str
     shape: tuple[int, ...]  # of one sequence
@@ -166,7 +166,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer, as far as memory and attention are concerned. A layer without attention
+    """Sizes of one decoder layer that matter for memory and attention. A layer without attention
     has no heads and a window of the token itself."""
 
     query_heads: int
@@ -186,17 +186,17 @@ class LayerSpec:
         return self.query_heads > 0
 
     def kv_elements(self) -> int:
-        """Return the elements of K and V together, per token."""
+        """Return the number of elements of K and V together, per token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def output_elements(self) -> int:
-        """Return the elements of the attention output O, per token."""
+        """Return the number of elements of attention's output, per token."""
         return self.query_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A causal decoder as the planner sees it."""
+    """Sizes of a causal decoder, from which the planner computes memory and time."""
 
     name: str
     hidden: int
@@ -210,26 +210,26 @@ class ModelSpec:
         return any(layer.state for layer in self.layers)
 
     def outer(self) -> int:
-        """Return the elements of the weights outside the layers: embedding, last norm, head."""
+        """Return the number of weights outside the layers: embedding, last norm, head."""
         return self.parameters - sum(layer.work.parameters for layer in self.layers)
 
     def outer_trainable(self) -> int:
-        """Return the elements outside the layers that receive a gradient."""
+        """Return the number of weights outside the layers that are trained."""
         return self.trainable - sum(layer.work.trainable for layer in self.layers)
 
     def accumulate_bytes(self) -> int:
-        """Element size of dK, dV, LSE and dW accumulators: fp32, or fp64 in a float64 model."""
+        """Bytes per element of LSEs and sums of gradients: fp32, or fp64 in a float64 model."""
         return max(4, self.element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A measured rate against a call's size: linear in log(size), constant beyond the points."""
+    """A rate measured at several call sizes: linear in log(size), constant beyond the ends."""
 
     points: tuple[tuple[float, float], ...]  # (size, rate a second), sizes ascending
 
     def at(self, size: float) -> float:
-        """Return the rate of a call of this size."""
+        """Return the interpolated rate of a call of this size."""
         index = bisect_right(self.points, size, key=itemgetter(0))
         if index == 0 or index == len(self.points):
             return self.points[max(0, index - 1)][1]
@@ -240,12 +240,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOP a second that one device reaches in one dtype.
-
-    Attention's curves are for heads of `head_dim`. A softmax takes as long for narrow heads, so its
-    seconds are separate: on an H100 cuDNN's forward reaches 413 TFLOP/s with heads of 64 and 595
-    with 128, which 0.38 ps a query, key and head explain.
-    """
+    """Measured FLOP/s of one device in one dtype. Attention's curves are for heads of `head_dim`. A
+    softmax takes as long for narrow heads, so it is separate: on an H100 cuDNN's forward reaches
+    413 TFLOP/s with heads of 64 and 595 with 128, which 0.38 ps per query, key and head explain."""
 
     matmul: Curve  # against the FLOP of one product
     attention_forward: Curve  # without a mask; against the FLOP of one head of one sequence
@@ -268,7 +265,7 @@ class Rates:
     votes: Curve | None = None  # for pages, in one kernel; None: a product that is written out
 
     def product(self, flop: float, *, weights: bool = False) -> float:
-        """Return the seconds of one matrix product."""
+        """Return the seconds that one matrix product takes."""
         curve = self.weights if weights and self.weights is not None else self.matmul
         return flop / curve.at(flop)
 
@@ -282,8 +279,8 @@ class Rates:
         backward: bool = False,
         chosen: bool = False,
     ) -> float:
-        """Return the seconds of one call on `rows` sequences, each with `pairs` visible (query,
-        key) pairs. `chosen` means keys of chosen pages, with sparse attention's kernels."""
+        """Return the seconds of one attention call on `rows` sequences, each with `pairs` visible
+        (query, key) pairs. If `chosen`, sparse attention's kernels read chosen pages."""
         forwards = self.attention_forward, self.causal_forward, self.softmax_forward
         backwards = self.attention_backward, self.causal_backward, self.softmax_backward
         plain, square, softmax = backwards if backward else forwards
@@ -299,7 +296,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """One node: `devices` equal devices and the main memory they share."""
+    """One node: `devices` equal devices that share its main memory."""
 
     name: str
     devices: int
@@ -325,13 +322,13 @@ class MachineSpec:
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether a CPU computes; a GPU may share main memory, too."""
+        """True if a CPU does the computing; a GPU may share main memory, too."""
         return self.unified and not self.processors
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """The shape of one step."""
+    """The sizes of one step: batch and tokens."""
 
     batch: int
     tokens: int
@@ -356,7 +353,7 @@ REFINED = 8
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Attention that is sparse by page, an approximation of dense attention (OOMB 4.2).
+    """Settings of page-sparse attention, an approximation of dense attention (OOMB 4.2).
 
     Page p is tokens [p * page, (p + 1) * page); a chunk begins on a page. Of the tokens that dense
     attention shows it, a query sees its own chunk, `recent` tokens before the chunk, the first
@@ -396,56 +393,55 @@ class Sparse:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens of a page of queries: `query_page`, cut to a divisor of a page of keys."""
+        """Tokens that choose pages together: `query_page`, cut to a divisor of a page of keys."""
         return math.gcd(self.query_page, self.page)
 
     @property
     def indexed(self) -> bool:
-        """Return whether pages are compared by queries and keys of an index."""
+        """True if pages are compared by the queries and keys of an index."""
         return self.selector == INDEX
 
     @property
     def mean_tokens(self) -> int:
-        """Tokens that one mean key represents in votes; they divide a page. 1: each has its own."""
+        """Tokens per mean key in votes, a divisor of a page; 1: the keys themselves."""
         if self.indexed:
             return 1
         return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page
 
     def key_dim(self, layer: LayerSpec) -> int:
-        """Return the dims of the queries and keys that pages are compared by."""
+        """Return the width of the queries and keys by which pages are compared."""
         return min(self.index_dim, layer.head_dim) if self.indexed else layer.head_dim
 
     @property
     def super_tokens(self) -> int:
-        """Tokens that one mean key represents in the ranking of superpages."""
+        """Tokens that one mean key stands for when superpages are ranked."""
         return math.gcd(SUPERMEAN, self.page)
 
     def refined(self, candidates: int) -> int:
-        """Return the number of superpages that a page of queries keeps by ranking, whose pages
-        `selector` then compares; 0 if it compares all `candidates`. A ranking drops half of the
-        pages or more."""
+        """Return how many superpages each page of queries keeps by ranking, so that only their
+        pages are compared; 0 if all `candidates` are compared. A ranking drops at least half."""
         kept = -(-REFINED * (self.budget // self.page) // SUPERPAGE)
         pays = self.super_tokens > self.mean_tokens and self.selector != MEAN
         return kept if pays and candidates >= 2 * SUPERPAGE * kept else 0
 
     def compared(self, candidates: int) -> tuple[int, int]:
-        """Return the number of mean keys that a query is compared with to choose among `candidates`
-        pages, and the number compared before that to rank superpages."""
+        """Return how many mean keys each query is compared with to choose among `candidates` pages,
+        and how many before that to rank superpages."""
         refined = SUPERPAGE * self.refined(candidates)
         means = (refined or candidates) * self.page // self.mean_tokens
         return means, bool(refined) * candidates * self.page // self.super_tokens
 
     @property
     def sink_pages(self) -> int:
-        """Pages of the sequence's first tokens, seen by all."""
+        """Number of pages at the beginning of the sequence that all queries see."""
         return -(-self.sinks // self.page)
 
     def whole_pages(self, tokens: int) -> int:
-        """Return the tokens, rounded up to whole pages."""
+        """Return a number of tokens rounded up to whole pages."""
         return -(-tokens // self.page) * self.page
 
     def check_chunk(self, chunk: int) -> None:
-        """Raise UnsupportedError unless chunks of this size begin on pages."""
+        """Raise UnsupportedError unless chunks of this size begin at the beginning of pages."""
         above = self.whole_pages(chunk)
         if chunk != above:
             raise UnsupportedError(
@@ -454,37 +450,37 @@ class Sparse:
             )
 
     def near_start(self, q_start: int) -> int:
-        """Return the first of the recent tokens that the chunk at `q_start` sees; a page border."""
+        """Return the first recent token that a chunk at `q_start` sees; a page begins there."""
         return max(0, q_start - self.recent) // self.page * self.page
 
     def candidates(self, q_start: int) -> range:
-        """Return the pages that the chunk at `q_start` chooses from."""
+        """Return the pages from which a chunk at `q_start` chooses."""
         stop = self.near_start(q_start) // self.page
         return range(min(self.sink_pages, stop), stop)
 
     def width(self, q_start: int) -> int:
-        """Return the most pages that a page of queries of the chunk at `q_start` can choose."""
+        """Return how many pages, at most, a page of queries in a chunk at `q_start` can choose."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
 
     def near(self, q_start: int) -> int:
-        """Tokens before the chunk at `q_start` that all its queries see: sinks and recent ones."""
+        """Tokens before the chunk at `q_start` that all queries see: sinks and recent ones."""
         return q_start - len(self.candidates(q_start)) * self.page
 
     def reach(self, q_start: int) -> int:
-        """Return the most tokens before the chunk at `q_start` that one of its queries sees."""
+        """Return how many tokens before the chunk at `q_start` one query sees, at most."""
         return self.near(q_start) + self.width(q_start) * self.page
 
     def hides(self, tokens: int, chunk: int) -> bool:
-        """Return whether any of `tokens`, in chunks of `chunk`, can miss one that dense attention
-        shows it. False is certain if the pages with most votes are chosen, with any documents:
-        other selectors may choose fewer than the budget has room for."""
+        """Return whether some query among `tokens`, in chunks of `chunk`, may miss a token that
+        dense attention shows it. False is certain if the pages with most votes are chosen, with any
+        documents: other selectors may choose fewer than the budget has room for."""
         last = (tokens - 1) // chunk * chunk  # no chunk has more candidates
         return self.reach(last) < last
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Every choice that a step leaves open: the order of the grid and the place of every tensor.
+    """How a step runs: the order of its cells, and the memory in which each tensor lives.
 
     All schedules give the same gradients; they differ in memory and time. The exception is
     `sparse`, which approximates: all schedules with the same chunk and `sparse` give the same
@@ -555,12 +551,12 @@ class Schedule:
             object.__setattr__(self, "groups", tuple(sizes))
 
     def with_sparse(self, sparse: Sparse | None) -> "Schedule":
-        """Return the schedule with this attention, its chunk rounded up to whole pages."""
+        """Return the schedule with this attention, and its chunk rounded up to whole pages."""
         chunk = self.chunk if sparse is None else sparse.whole_pages(self.chunk)
         return replace(self, chunk=chunk, sparse=sparse)
 
     def group_sizes(self, layers: int) -> tuple[int, ...]:
-        """Layers of each group, the first first. Raises UnsupportedError if they do not add up."""
+        """Return the layers per group, in order. Raises UnsupportedError if they do not add up."""
         if isinstance(self.groups, tuple):
             if sum(self.groups) != layers:
                 raise UnsupportedError(
@@ -578,7 +574,7 @@ SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def dtype_name(dtype: str) -> str:
-    """Return torch's name of a dtype for training. Raises UnsupportedError for other dtypes."""
+    """Return torch's name of a dtype to train in. Raises UnsupportedError for other dtypes."""
     name = SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if name not in ELEMENT_BYTES:
         raise UnsupportedError(

@@ -82,8 +82,7 @@ def merged(
 
 
 def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the total plus one or two parts, by one kernel: in place or as a new tensor, as
-    `merged`."""
+    """Add one or two parts to `total` by one kernel: in place or as a new tensor, as `merged`."""
     into = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
     operations.add_(total, *parts, into=into)
     return into
@@ -139,8 +138,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """The tensors that a backward reads for each query, [B, H, Sq, ...]; out and lse cover all
-    blocks and sinks."""
+    """What a backward reads per query, [B, H, Sq, ...]; out and lse cover all blocks and sinks."""
 
     dout: Tensor
     q: Tensor
@@ -176,14 +174,12 @@ def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def token_first(x: Tensor) -> Tensor:
-    """Return a tensor [B, H, S, D] laid out as [B, S, H, D] in memory, without a copy if it already
-    is."""
+    """Return a tensor [B, H, S, D] laid out as [B, S, H, D] in memory, copied if necessary."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return `token_first(x)` with the strides of a contiguous tensor even in dimensions of size
-    1."""
+    """Return `token_first(x)` with contiguous strides even in dimensions of size 1."""
     x = token_first(x)
     _, heads, tokens, width = x.shape
     strides = tokens * heads * width, width, heads * width, 1
@@ -421,8 +417,7 @@ class Padded:
         return dq[..., : queries.q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _wide(self, x: Tensor) -> Tensor:
-        """Pad heads to `width` and lay them out token-first, which vendor kernels take without a
-        copy."""
+        """Pad heads to `width`, token-first in memory, which vendor kernels take without a copy."""
         if x.shape[-1] == self.width:
             return x
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
@@ -502,8 +497,7 @@ class Tiled:
     def _scores(
         self, q: Tensor, k: Tensor, tile: Block, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return masked scores [B, Hk, R, Sk], and the derivative of capped by uncapped scores
-        before the mask."""
+        """Return masked scores [B, Hk, R, Sk], and d capped / d uncapped scores before the mask."""
         dtype = accumulate_dtype(q.dtype)
         scores = _stack(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0

@@ -69,8 +69,7 @@ class AttentionCall:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
-        """Return whether a fused kernel may merge `part` into `whole`; the part must have all of
-        its queries."""
+        """Return whether a fused kernel may merge `part` into `whole`: it needs all queries."""
         return self.fused and part.shape == whole.shape and fused_for(part.device, part.dtype)
 
     @property
@@ -120,7 +119,8 @@ def attend_blocks(
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of a chunk over its blocks of keys: without sinks, and before out is
-    rounded."""
+    rounded. out of several blocks has the accumulate dtype; with `narrow` it may be rounded with
+    the last block. A query that sees no key of this rank has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
     if not call.fused and any(_visits(call)):
         # A chunk of one block needs no sum, hence no wider output. The narrow one is freed here.
@@ -137,9 +137,8 @@ def attend_earlier(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention to earlier keys into `attended` (out, lse), which may change in place, and
-    return both. An out in the accumulate dtype needs no second, wider copy. `narrow` as in
-    `attend_blocks`."""
+    """Return `attended` (out, lse) with earlier keys merged in; it may change in place. An out in
+    the accumulate dtype needs no second, wider copy. `narrow` as in `attend_blocks`."""
     joined, visits = _Joined(call, *attended), list(_visits(call))
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
@@ -202,16 +201,14 @@ def attend_earlier_backward(
 
 
 class _Joined:
-    """A running out and lse, into which the results of blocks are merged. Kernels merge two parts
-    of all queries at a time."""
+    """A running out and lse of several blocks; kernels merge two parts of all queries at a time."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Merge a block's out and lse; if it is the last block, out may be rounded to the dtype
-        `last`."""
+        """Merge a block's out and lse; after the last block, out may be rounded to dtype `last`."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:
@@ -365,8 +362,7 @@ def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
 
 
 def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
-    """Return the rows and keys of a block from a tensor [B, Hk, S, ...] that begins at token
-    `first_key`."""
+    """Return a block's rows and keys of a tensor [B, Hk, S, ...] from token `first_key` on."""
     return x[block.rows, :, block.k_start - first_key : block.k_stop - first_key]
 
 

@@ -26,8 +26,7 @@ GivenSelector = Callable[..., Tensor]  # a user's, which chooses the far keys
 
 
 class FarAttention(Protocol[Keys]):
-    """The attention of one cell (layer, chunk) to near keys and selected others, from its forward
-    to its backward."""
+    """The attention of one cell (layer, chunk) to near keys and selected far keys."""
 
     def begin(self, keys: Keys) -> None:
         """Prepare for `attend`: begin to fetch the far keys that are known to be needed."""
@@ -51,8 +50,7 @@ class FarAttention(Protocol[Keys]):
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` holds q, k and
-        v."""
+        """Return gradients as `attention.chunk.attend_backward` does; `of_keys`: q, k, v."""
 
 
 class FarRun(Protocol[Keys]):
@@ -62,19 +60,16 @@ class FarRun(Protocol[Keys]):
         """Return the far attention of a forward cell; None if its layer sees every key."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return the blocks whose keys are near, among all blocks of the chunk that begins at token
-        `start`."""
+        """Return the blocks with near keys, of all `blocks` of the chunk at token `start`."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """The attention mass seen by the cell that was measured, for which the CPU waits; None if
-        none was."""
+        """Returns a measured cell's seen mass, making the CPU wait; None: none was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """Shares of dense attention's mass that queries see, over sampled queries and all heads; 1: all
-    of it."""
+    """Shares of dense attention's mass that sampled queries see, over all heads; 1: all mass."""
 
     mean: float
     minimum: float

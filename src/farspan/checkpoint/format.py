@@ -79,8 +79,7 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """Where a file stores a box of a tensor, and the bytes' digest `xxh3`; None in files already
-    verified."""
+    """Where a file stores a box of a tensor, and its digest `xxh3`; None if already verified."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -100,8 +99,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint as its list describes it: the training state, and where each tensor is
-    stored."""
+    """A checkpoint as its list describes it: training state, and where tensors are stored."""
 
     path: Path
     list: str  # name of the list's file
@@ -110,8 +108,7 @@ class SavedCheckpoint:
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return its result. Raises UnsupportedError on all ranks if it
-    does on one."""
+    """Run `work` and return its result. Raises UnsupportedError on all ranks if it does on one."""
     found, said = None, None
     try:
         found = work()
@@ -166,8 +163,7 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict[str, Any]]:
-    """Write and sync this rank's file, and return the boxes in it as entries of the checkpoint's
-    list."""
+    """Write and sync this rank's file, and return its boxes as the checkpoint's list has them."""
     share = sorted(_share(entries, world), key=lambda one: -entries[one[0]][0].itemsize)
     sizes = [prod(box.sizes) * entries[name][0].itemsize for name, box in share]
     starts = list(accumulate(sizes, initial=0))
@@ -253,8 +249,7 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the checkpoint's list once all ranks have written, and rename the folder. Raises
-    WriteFailed."""
+    """Write the list once all ranks have written, and rename the folder. Raises WriteFailed."""
     named = {name: form for own in forms for name, form in own.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -326,14 +321,12 @@ def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
 
 
 def is_name(file: object) -> bool:
-    """Return whether a value from a list is a plain file name, which cannot lead outside the
-    folder."""
+    """Return whether a value is a plain file name, which cannot lead outside the folder."""
     return isinstance(file, str) and re.fullmatch(r"[A-Za-z0-9_-]+(\.[a-z]+)?", file) is not None
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor in a list. Raises KeyError, TypeError or
-    ValueError."""
+    """Return a listed tensor's dtype and shape. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")
@@ -344,8 +337,7 @@ def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
-    """Raise ValueError unless the boxes lie within a tensor of `shape` and cover each element
-    exactly once."""
+    """Raise ValueError unless boxes lie within a tensor and cover each element exactly once."""
     for box in boxes:
         if any(type(number) is not int for number in (*box.offset, *box.shape)):
             raise ValueError(f"expected offset and shape of a box, got {box.offset}, {box.shape}")
@@ -450,8 +442,7 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box that this rank needs, as regions of its tensor and of the
-    box."""
+    """Yield the parts of a saved box that this rank needs: regions of its tensor and the box."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)
@@ -476,8 +467,7 @@ class _WantedBox:
     parts: list[ShardRegion]
 
     def copy(self, file: Any, rooms: local) -> None:
-        """Read the box into the tensor, or into the thread's buffer and then the tensor. Raises
-        UnsupportedError."""
+        """Read the box into the live tensor. Raises UnsupportedError if it is damaged."""
         dtype, first = self.saved.tensors[self.name].dtype, self.parts[0].of(self.live)
         straight = self.parts[0].sizes == self.box.shape and first.is_contiguous()
         straight = straight and (first.dtype, first.device.type) == (dtype, "cpu")

@@ -189,8 +189,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Return the paths in a folder that have a checkpoint's name, whatever they are. Raises
-    UnsupportedError."""
+    """Return all paths in a folder that have a checkpoint's name. Raises UnsupportedError."""
     with readable(folder):
         try:
             names = os.listdir(folder)
@@ -256,9 +255,8 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
 
 
 def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the tensors of a model that a checkpoint saves: trained parameters, each under its
-    first name, and buffers that belong to the weights. Frozen parameters come from the source of
-    the model."""
+    """Return the tensors that a checkpoint saves: trained parameters, each under its first name,
+    and buffers of the weights. Frozen parameters come from the source of the model."""
     own = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return {**own, **buffers_of(model)}
 
@@ -288,7 +286,8 @@ def entries_of(
 
 
 class Saver:
-    """Saves a run's checkpoints and resumes from them; `entries` are this rank's tensors.
+    """Saves a run's checkpoints and resumes from them; `entries` are this rank's tensors. All ranks
+    make the same calls in the same order.
 
     `gather` returns the whole weights on rank 0, and None on others, if ranks hold parts of them;
     without it every rank has all tensors whole, and rank 0 reads and writes for all.
@@ -331,8 +330,7 @@ class Saver:
         return restored
 
     def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
-        """Write the checkpoint of `step`, completely or not at all; then `prune`. Raises
-        WriteFailed."""
+        """Write the checkpoint of `step`, whole or not at all; then `prune`. Raises WriteFailed."""
         path, own = folder / folder_name(step), {}
         for name in set(_generators(self._among).values()) & rng.keys():
             key = _own(self._among.number) + name.partition(":")[0]
@@ -376,9 +374,8 @@ class Saver:
         return restored
 
     def _read(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Copy a checkpoint into this rank's tensors, and the state of its generators; a rank that
-        the checkpoint lacks takes the generators of rank 0. Raises UnsupportedError on all
-        ranks."""
+        """Copy a checkpoint into this rank's tensors and generators; a rank that the checkpoint
+        lacks takes rank 0's generators. Raises UnsupportedError on all ranks."""
         world = self._among
         saved = open_checkpoint(path, expected, world)
         refuse_other_model(saved, self._entries, (RNG,), world)
@@ -423,8 +420,7 @@ def _generators(world: DistributedContext) -> dict[str, str]:
 
 
 def refuse_apart(folder: Path, world: DistributedContext) -> None:
-    """Raise UnsupportedError on all ranks if one of them does not see the files of rank 0 under
-    `folder`."""
+    """Raise UnsupportedError on all ranks if one does not see rank 0's files under `folder`."""
 
     def write() -> Path:
         path = folder / f"{PARTIAL}{secrets.token_hex(8)}"

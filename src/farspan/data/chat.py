@@ -78,11 +78,8 @@ _NOT_KWARGS = ("messages", "conversation", TOOLS, "chat_template", "add_generati
 
 @cache
 def named_in(template: str) -> frozenset[str] | None:
-    """Return the names that a chat template uses: variables, attributes and keys.
-
-    Returns:
-        All of them, or None for a template that cannot be parsed, which rendering it reports.
-    """
+    """Return the names that a chat template uses: variables, attributes and keys. None if it cannot
+    be parsed, which rendering it reports."""
     try:
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         tree = environment.parse(_GENERATION.sub("", template))
@@ -95,9 +92,8 @@ def named_in(template: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ChatForm(Form):
-    """Reads records of messages with roles and contents, and of the tools that may be called.
-    ShareGPT records call them `from` and `value`, and a field `system` may hold the first
-    message."""
+    """Reads records of messages with roles and contents, and the tools to call. ShareGPT records
+    call them `from` and `value`, and a field `system` may hold the first message."""
 
     field: str
     everything: bool  # train all turns, not only the assistant's
@@ -172,8 +168,7 @@ class ChatForm(Form):
         return self._noted(written, bare)
 
     def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
-        """Return `written` with a note of whether a message's content contains a token that ends
-        turns."""
+        """Return `written` with a note whether a message contains a token that ends turns."""
         said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
         held = any(sign in said for sign in (*self.stops, *self.marks))
         return replace(written, holds_sign=held)
@@ -184,8 +179,8 @@ class ChatForm(Form):
 
     def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
         """Write a conversation and train the model's turns after the first `told` messages, which
-        are the prompt. Raises UnsupportedError if there is no such turn, or a mark asks to train
-        one in the prompt."""
+        are the prompt. Raises UnsupportedError without such turns, or if a mark asks to train the
+        prompt."""
         if any(message.get(mark) for message in messages[:told] for mark in TURN_MARKS):
             raise UnsupportedError(
                 f"{document.place}: a mark asks to train a turn of the prompt, but only field "
@@ -223,8 +218,7 @@ class ChatForm(Form):
         return Written(text, spans, bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
-        """Return the messages of a record. Raises UnsupportedError if its field holds no
-        messages."""
+        """Return a record's messages. Raises UnsupportedError if its field holds none."""
         given = field_of(document, self.field, self.key(self.field))
         whole = isinstance(given, Sequence) and not isinstance(given, str)
         needed = ("from", "value") if self.sharegpt else ("role",)
@@ -280,8 +274,7 @@ class ChatForm(Form):
     def _prepared(
         self, document: Document, messages: Sequence[Message]
     ) -> tuple[Document, Sequence[Message]]:
-        """Return the document with its tools parsed, and the messages in the form that the template
-        takes."""
+        """Return the document with parsed tools, and the messages in the template's form."""
         tools = read_tools(document.fields.get(TOOLS), document.place)
         document = replace(document, fields={**document.fields, TOOLS: tools})
         kwargs = self._kwargs(document)
@@ -342,9 +335,8 @@ class ChatForm(Form):
 
     def _end(self, turn: "_Turn", probe: str, begin: int) -> int | None:
         """Return where in the text the model's turn ends, given where it begins. That is after the
-        token that stops generation, or after the template's mark of the end or of the next turn;
-        else at the end of the template's text for the turn. A sign within the content does not end
-        it."""
+        stop token, or after the template's mark of the end or of the next turn; else at the end of
+        the template's text for the turn. A sign within the content does not end it."""
         document, messages, text = turn.document, turn.messages, turn.text
         _, found, behind = probe.rpartition(_NOWHERE)
         known = bool(found) and text.endswith(behind)
@@ -372,8 +364,7 @@ class ChatForm(Form):
         return end if follows[0]["role"] == ASSISTANT else end + len(self._sign_at(text, end))
 
     def _sign_at(self, text: str, place: int) -> str:
-        """Return the token that may end a turn and stands at this place of a text; empty if none
-        does."""
+        """Return the token at this place of a text if it may end a turn; else empty."""
         return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
 
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
@@ -420,23 +411,20 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the conversation with a placeholder as this turn's content; if `alone`, without
-        later messages."""
+        """Return the conversation with a placeholder as this turn; if `alone`, it ends there."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
 def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """Return a placeholder that no record contains: a text, or parts if other contents are
-    parts."""
+    """Return a placeholder that no record contains: text, or parts if other contents are."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 
 
 def _next(messages: Sequence[Message]) -> Message:
-    """Return a message that may follow the last one: a result of its tool call, or a user's
-    message."""
+    """Return a message that may follow the last one: its tool's result, or a user's message."""
     content, calls = _nowhere(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
@@ -446,8 +434,7 @@ def _next(messages: Sequence[Message]) -> Message:
 
 
 def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> None:
-    """Raise UnsupportedError if a record's field `prompt` differs from the beginning of its
-    messages."""
+    """Raise UnsupportedError if a field `prompt` differs from the beginning of the messages."""
     prompt = document.fields.get(PROMPT)
     begin: object = next((m.get("content") for m in messages if m["role"] != SYSTEM), None)
     if isinstance(prompt, list):

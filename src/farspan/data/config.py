@@ -41,8 +41,7 @@ class SourceKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "SourceKind | None":
-        """Accept the name of a file format that `auto` would detect, such as `parquet`, as
-        `auto`."""
+        """Accept a file format that `auto` would detect, such as `parquet`, as `auto`."""
         return cls.AUTO if value in ("parquet", "arrow", "csv", "json") else None
 
 
@@ -190,8 +189,7 @@ class SourceConfig:
         return self.path is not None and self.source is not SourceKind.TEXT
 
     def _check_format(self) -> None:
-        """Raise UnsupportedError for a format if there are no records, and for keys that the format
-        does not use."""
+        """Refuse a format if there are no records, and keys that the format does not use."""
         kind = self.format
         if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
@@ -225,8 +223,7 @@ class SourceConfig:
         return named and rows and is_on_hub(str(self.path))
 
     def held_out_elsewhere(self) -> bool:
-        """Return whether evaluation has documents of its own, rather than a share of the training
-        data."""
+        """Return whether evaluation has documents of its own, not a share of the training data."""
         return self.held_out_path is not None or self.held_out_split is not None
 
 
@@ -363,8 +360,7 @@ class LossConfig:
         return self.reference or Reference.STORED
 
     def planned(self) -> Objective:
-        """Return the objective to plan for; a teacher counts as a copy of the model that every step
-        evaluates."""
+        """Return the objective to plan for; a teacher counts as a copy that runs every step."""
         teaches = self.kind is LossKind.DISTILL
         reference = Reference.FROZEN if teaches else self.compared()
         return Objective(self.kind, reference, self.top_k if teaches else 1)

@@ -87,8 +87,7 @@ _PACKED = "2"  # rises whenever the same documents give other sequences
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """A source's documents to train on, optional documents to evaluate on, and the form that reads
-    them."""
+    """Documents to train on, optional documents to evaluate on, and the form that reads them."""
 
     config: DataConfig  # with the recognised format
     form: Form
@@ -98,8 +97,8 @@ class OpenedSource:
 
 def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
     """Open a source's files or dataset, and detect the format of its records. Raises
-    UnsupportedError if a path matches nothing, training and evaluation share a file, or the format
-    is unknown."""
+    UnsupportedError if a path matches nothing, a file is trained and held out, or the format is
+    unknown."""
     if config.path is None:
         return OpenedSource(
             config, open_form(config, tokenizer), DataFiles(stdlib_files(), SourceKind.TEXT)
@@ -130,8 +129,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """Return the form that reads a source's records. Raises UnsupportedError if it does not work
-    with this tokenizer."""
+    """Return the form that reads records. Raises UnsupportedError if the tokenizer cannot."""
     everything = config.loss is Loss.ALL
     has_template = config.chat_template is not None or (
         isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
@@ -271,8 +269,7 @@ def _refuse_unknown(files: tuple[Path, ...], field: str) -> None:
 
 
 def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
-    """Raise UnsupportedError for a folder whose file names say that some are for training and
-    others for evaluation."""
+    """Refuse a folder whose file names say that some are for training and others for evaluation."""
     records = [file for file in files if SUFFIXES[suffix_of(file)] != "text"]
     names = {file: str(file.relative_to(place)) if place.is_dir() else "" for file in records}
     train, held = ([f for f, n in names.items() if pattern.search(n)] for pattern in _SPLITS)
@@ -393,16 +390,14 @@ class Corpus:
         return [part.train for part in self.parts if isinstance(part.train, Stream)]
 
     def sequences_per_epoch(self) -> int | None:
-        """Return the number of sequences until every document was read; None if a stream's end is
-        not known yet."""
+        """Return the sequences until every document was read; None if a stream's end is unknown."""
         if self.streams() or isinstance(self.train, Stream):
             return None
         return self.train.sequences_per_epoch()
 
     def read_ahead(self, check: Callable[[OpenedSource, TokenStore], None]) -> None:
         """Let streams read their next window in a thread while training uses another. `check`
-        raises UnsupportedError for a window that the model cannot take; it is called before the
-        window's first step."""
+        refuses a window that the model cannot take, before its first step."""
         for part in self.parts:
             if isinstance(part.train, Stream):
                 part.train.check = partial(check, part.opened)
@@ -501,8 +496,7 @@ def open_corpus(
 
 @contextmanager
 def _naming(number: int | None) -> Iterator[None]:
-    """Inside the block, name the keys of source `number` in errors; None: leave errors as they
-    are."""
+    """Inside the block, name the keys of source `number` in errors; None: keep errors."""
     try:
         yield
     except UnsupportedError as error:
@@ -571,8 +565,8 @@ def _open_part(
 
 
 def _divide(config: DataConfig, seed: int, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents to train on and the documents held out. Raises UnsupportedError if none
-    is left to train on."""
+    """Return documents to train on and those held out. Raises UnsupportedError if all are held
+    out."""
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise UnsupportedError(
@@ -590,8 +584,7 @@ def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
 
 
 def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
-    """Combine the held-out documents of all sources, weighted by tokens so that each sequence is
-    read once."""
+    """Combine all sources' held-out documents, weighted such that each sequence is read once."""
     return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
 
 
@@ -635,8 +628,7 @@ def _pack(
 def _refuse_cut(
     store: TokenStore, documents: np.ndarray, source: str, kind: PackingKind, context: int
 ) -> None:
-    """Raise UnsupportedError if a pair of answers would be cut into pieces: the loss compares the
-    whole answers."""
+    """Raise UnsupportedError if a pair of answers would be cut: the loss compares them whole."""
     if kind is PackingKind.CUT:
         raise UnsupportedError("data.packing: cut would divide pairs; set it to whole")
     lengths = np.diff(store.starts)[documents]
@@ -651,8 +643,7 @@ def _refuse_cut(
 
 
 def _check_disjoint(parts: list[Part]) -> None:
-    """Raise UnsupportedError if the last source shares documents with an earlier one, or its
-    held-out part."""
+    """Raise UnsupportedError if the last source shares documents with another, or held-out ones."""
     last = parts[-1]
     for part in parts:
         trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]

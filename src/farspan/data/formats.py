@@ -144,11 +144,8 @@ class Fields:
         self.ignored = set(self.dropped)
 
     def documents(self, given: Iterable[Document]) -> Iterator[Document]:
-        """Yield each record with only the fields that are read.
-
-        Raises:
-            UnsupportedError: some fields are not read; the error names and counts all.
-        """
+        """Yield each record with only the fields that are read. Raises UnsupportedError if some are
+        not read; the error names and counts all."""
         count = 0
         for count, document in enumerate(given, start=1):  # noqa: B007 - the number of all records
             kept = self._kept(document)
@@ -233,11 +230,7 @@ class Fields:
 
 
 def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
-    """Raise UnsupportedError if the user ignores a field that no record has.
-
-    Raises:
-        UnsupportedError: a name in `ignore` is not among the fields `seen`.
-    """
+    """Raise UnsupportedError if a field that the user ignores is not among the fields `seen`."""
     for name in ignore:
         if name not in seen:
             raise UnsupportedError(
@@ -259,11 +252,7 @@ MARKS = {
 
 def recognise(config: DataConfig, document: Document) -> DataConfig:
     """Return the configuration with the format that the first document's fields suggest, unless the
-    run file names one.
-
-    Raises:
-        UnsupportedError: the fields fit no format, or several.
-    """
+    run file names one. Raises UnsupportedError if they fit no format, or several."""
     if config.format is not RecordFormat.TEXT or config.field is not None:
         return config
     fields = {name: value for name, value in document.fields.items() if value is not None}
@@ -460,8 +449,7 @@ class TokensForm(Form):
 
 
 def _of_each(document: Document, name: str, values: np.ndarray, tokens: int) -> np.ndarray:
-    """Return a field's values as an array. Raises UnsupportedError unless there is one per
-    token."""
+    """Return a field's values. Raises UnsupportedError unless there is one per token."""
     if len(values) != tokens:
         raise UnsupportedError(
             f"{document.place}: field {name!r} has {len(values)} entries for {tokens} input_ids; "
@@ -482,8 +470,7 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
 
 
 def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
-    """Return which tokens in the slice `own` begin a document, bool [tokens]. All fields that tell
-    must agree."""
+    """Return which tokens in the slice `own` begin a document, bool. All fields must agree."""
     count = own.stop - own.start
     by_field: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
@@ -524,8 +511,7 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
 
 
 def field_of(document: Document, field: str, key: str) -> Any:
-    """Return a record's `field`. If it is missing, raise UnsupportedError with the run file's key
-    `key`."""
+    """Return a record's `field`. Raises UnsupportedError, with the run file's key, if missing."""
     value = document.fields.get(field)
     if value is None and field in document.fields:
         raise UnsupportedError(
@@ -540,8 +526,7 @@ def field_of(document: Document, field: str, key: str) -> Any:
 
 
 def text_of(document: Document, field: str, key: str) -> str:
-    """Return a record's text. Raises UnsupportedError if it is not a text or has invalid
-    Unicode."""
+    """Return a record's text. Raises UnsupportedError if it is no text or invalid Unicode."""
     text = field_of(document, field, key)
     if not isinstance(text, str):
         raise UnsupportedError(
@@ -632,11 +617,8 @@ def take_marks(
 
 
 def with_system(document: Document, messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages with the record's field `system` as the first message.
-
-    Raises:
-        UnsupportedError: they begin with another system message.
-    """
+    """Return the messages with the record's field `system` as the first message. Raises
+    UnsupportedError if they begin with another system message."""
     if not messages or not document.fields.get(SYSTEM):
         return messages
     content = text_of(document, SYSTEM, "data.format")

@@ -40,8 +40,7 @@ class DocumentPiece:
 
 @dataclass(frozen=True, slots=True)
 class PackingStats:
-    """Counts for an epoch: sequences, documents, tokens, and what packing cuts, pads and leaves
-    out."""
+    """Counts for an epoch: sequences, documents, tokens, and those cut, padded and left out."""
 
     sequences: int
     documents: int
@@ -188,8 +187,7 @@ class Mixture:
         return sum(self._due(due))
 
     def epochs(self) -> list[float]:
-        """Return how many times each packing has been read after `sequences_per_epoch`
-        sequences."""
+        """Return how often each packing was read after `sequences_per_epoch` sequences."""
         counts = [p.kept.sequences for p in self._packings]
         total = self.sequences_per_epoch()
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
@@ -252,9 +250,8 @@ def seed_of_source(seed: int, number: int) -> int:
 
 
 def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide documents at random into those to train on and those to hold out: disjoint, both
-    sorted, a function of `seed`. `fraction` of the documents, rounded and at least one, is held
-    out; none if it is zero."""
+    """Divide documents at random into those to train on and to hold out, both sorted, by `seed`.
+    `fraction` of the documents, rounded and at least one, is held out; none if it is zero."""
     order = Draw.SPLIT.generator(seed).permutation(documents)
     count = max(1, round(fraction * documents)) if fraction > 0 else 0
     return np.sort(order[count:]), np.sort(order[:count])
@@ -262,8 +259,7 @@ def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class PieceArrays:
-    """Pieces of documents, each at most one sequence long, as arrays with one element per piece;
-    the longest first."""
+    """Pieces of documents, at most a sequence long, longest first; arrays with one element each."""
 
     documents: np.ndarray  # int64, index in the store
     starts: np.ndarray  # int64, token in the document
@@ -328,8 +324,7 @@ class BestFitLayout:
         return [self._piece(part) for part in draw.permutation(order.parts[places])]
 
     def once(self, index: int) -> list[DocumentPiece]:
-        """Return the pieces in sequence `index` of the first epoch; no sequence spans two
-        epochs."""
+        """Return the pieces in sequence `index` of the first epoch; none spans two epochs."""
         assert index < self.sequences, index
         return self.pieces(index)
 
@@ -461,8 +456,7 @@ class ConcatLayout:
         return ConcatOrder(order, np.cumsum(self._lengths[order]))
 
     def _pieces(self, start: int, length: int) -> list[DocumentPiece]:
-        """Return the pieces of documents at tokens [start, start + length) of the endless
-        concatenation."""
+        """Return the pieces of documents in tokens [start, start + length) of the concatenation."""
         pieces: list[DocumentPiece] = []
         while length > 0:
             epoch, offset = divmod(start, self._tokens)

@@ -98,8 +98,7 @@ def _hidden(path: Path) -> bool:
 
 
 def stdlib_files() -> tuple[Path, ...]:
-    """Return the `.py` files of Python's standard library, sorted, without tests and generated
-    files."""
+    """Return the standard library's `.py` files, sorted, without tests and generated files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.rglob("*.py"))
     return tuple(p for p in files if not _skipped(p.relative_to(root)))
@@ -110,8 +109,7 @@ def _skipped(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """Read a file's bytes. Raises UnsupportedError if that fails, or if there are more than
-    `most`."""
+    """Read a file's bytes. Raises UnsupportedError if that fails or gives more than `most`."""
     with _opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -179,8 +177,7 @@ class DataFiles:
         return self.reading.how_far()
 
     def listing(self) -> list[list[object]]:
-        """Return JSON values that change if the documents may have changed: names, sizes and times
-        of modification."""
+        """Return JSON values that change with the documents: file names, sizes and times."""
         return [[self._holds(path), *_stamp(path)] for path in self.files]
 
     def _holds(self, path: Path) -> str:
@@ -215,11 +212,8 @@ class DataFiles:
                 yield from islice(DataFiles((path,), self.kind).documents(), 1)
 
     def documents(self) -> Iterator[Document]:
-        """Yield every text and every record as a document.
-
-        Raises:
-            UnsupportedError: some records cannot be read; it names the first and counts the others.
-        """
+        """Yield every text and every record as a document. Raises UnsupportedError if some cannot
+        be read; it names the first and counts the others."""
         first, others = None, 0
         for row in self._rows():
             if isinstance(row, UnsupportedError):
@@ -283,8 +277,7 @@ Row = tuple[int, str, dict[str, Any] | UnsupportedError]
 
 
 def _json_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Yield the JSON objects in a file: one per line, all in one array, or one over several
-    lines."""
+    """Yield a file's JSON objects: one per line, all in one array, or one over several lines."""
     with _opened(path) as file:
         head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     many = head.startswith(b"[")
@@ -396,8 +389,7 @@ def quoted(text: str) -> str:
 
 
 def separator_of(path: Path) -> str:
-    """Return the separator between a CSV file's columns: the most frequent candidate in its
-    header."""
+    """Return a CSV file's separator of columns: the most frequent candidate in its header."""
     usual = "\t" if suffix_of(path) == ".tsv" else ","
     with _opened(path) as file:
         line = file.readline(_BLOCK).decode("utf-8", "replace")
@@ -505,8 +497,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound on the number of values in JSON, without parsing: marks outside of
-    strings."""
+    """Return an upper bound on the values in JSON, unparsed, by counting marks outside strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):
@@ -608,11 +599,8 @@ class DatasetRows:
             yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
 
     def without(self, ignore: Collection[str]) -> "DatasetRows":
-        """Return the same rows without the columns that the user ignores.
-
-        Raises:
-            UnsupportedError: a remaining column has images, audio or video, which are not decoded.
-        """
+        """Return the same rows without the columns that the user ignores. Raises UnsupportedError
+        if a remaining one has images, audio or video, which are not decoded."""
         dropped = tuple(name for name in self.rows.column_names if name in ignore)
         for name, feature in self.rows.features.items():
             kind = type(getattr(feature, "feature", feature)).__name__  # for lists, of items
@@ -638,8 +626,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRows(DatasetRows):
-    """Rows of a dataset that are read from where they are stored, without a full copy on this
-    disk."""
+    """Rows of a dataset that are read from where they are stored, without a full local copy."""
 
     version: str = ""  # changes with the data
     reopen: Callable[[], Any] = list  # a datasets.IterableDataset of all rows
@@ -654,8 +641,7 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """Resume a stream as `DataFiles.behind` does; a place ends with the state of the datasets
-        library."""
+        """Resume a stream as `DataFiles.behind` does; a place ends with the library's state."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):
@@ -723,8 +709,7 @@ def _of_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Return a row without keys whose value is None, which a table adds because other rows have
-    them."""
+    """Return a row without keys that are None, which a table adds because other rows have them."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -733,8 +718,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _loaders() -> tuple[Any, Any]:
-    """Return the functions of the datasets library that load saved folders and all else. Raises
-    UnsupportedError."""
+    """Return the library's loaders of saved folders and of all else. Raises UnsupportedError."""
     try:
         return load("datasets", "load_from_disk"), load("datasets", "load_dataset")
     except ImportError as error:
@@ -742,8 +726,7 @@ def _loaders() -> tuple[Any, Any]:
 
 
 def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
-    """Return the split that was asked for from a folder that `save_to_disk` wrote. Raises
-    UnsupportedError."""
+    """Return the requested split of a `save_to_disk` folder. Raises UnsupportedError."""
     if name is not None:
         raise UnsupportedError(
             f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "

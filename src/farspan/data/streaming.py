@@ -73,8 +73,7 @@ class DocumentReader:
 
 @dataclass(slots=True)
 class Window:
-    """A run of documents after a place of a source: at least one, until their text reaches a number
-    of bytes."""
+    """At least one document after a place of a source, until the texts reach a number of bytes."""
 
     reader: DocumentReader
     start: Place
@@ -189,8 +188,7 @@ class Stream:
         return stack([self.once(index) for index in indices])
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index`, `[1, context]`; the last of a window ends with the window's
-        documents."""
+        """Return sequence `index`, `[1, context]`; a window's last one ends with its documents."""
         turn, window, number = self._place(index)
         packing = self._packing(turn, window)
         assert packing is not None, "it has this sequence"
@@ -204,8 +202,7 @@ class Stream:
         return [facts.digest for facts in self._facts]
 
     def expect(self, digests: Sequence[str]) -> None:
-        """Set the windows' digests that a resumed run has recorded. Raises UnsupportedError if a
-        window differs."""
+        """Set digests that a resumed run recorded. Raises UnsupportedError if one differs."""
         self._expected = digests
         self._load()
 
@@ -224,8 +221,7 @@ class Stream:
                 before = window = 0
 
     def _packing(self, turn: int, window: int) -> Packing | None:
-        """Return the packing of a window in a pass; None if nothing in it is trained. Only one
-        thread reads at a time."""
+        """Return a window's packing in a pass, or None. Only one thread reads at a time."""
         if (turn, window) in self._opened:
             return self._opened[turn, window]
         ahead, self._ahead = self._ahead, None
@@ -291,8 +287,7 @@ class Stream:
             return found
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
-        """Record the facts of a window that was read for the first time, here and in the cache's
-        file."""
+        """Record the facts of a window read for the first time, here and in the cache's file."""
         if not window.is_read:  # its tokens are cached, but its facts are lost
             deque(window.documents(), maxlen=0)
         facts = WindowFacts(window.end, sequences, digest)
@@ -324,8 +319,7 @@ class Stream:
         )
 
     def _discard_all_but(self, window: int) -> None:
-        """Delete the cached windows except the first, this one and its neighbours, which other
-        ranks may read."""
+        """Delete windows but the first, this one and its neighbours, which ranks may read."""
         if window == 0 or not self.folder.is_dir():
             return
         kept = {0, window - 1, window, window + 1}
@@ -345,6 +339,5 @@ def _read_facts(folder: Path) -> list[WindowFacts]:
 
 
 def _seal(known: object) -> str:
-    """Return a digest of the windows' facts: with damaged counts a run would train other
-    sequences."""
+    """Return a digest of windows' facts: damaged counts would make a run train other sequences."""
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()

@@ -36,10 +36,7 @@ _CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
 
 def read_tools(given: Any, place: str) -> list[Any] | None:
     """Return a record's tools as JSON schemas; they may be given as objects or as JSON in texts.
-
-    Raises:
-        UnsupportedError: With `place` and the tool that is something else.
-    """
+    Raises UnsupportedError, with `place` and the tool that is something else."""
     tools = _parsed(given, f"{place}: field 'tools'") if isinstance(given, str) else given
     if tools is None:
         return None
@@ -64,11 +61,8 @@ def _schema(tool: Any, place: str) -> Any:
 
 
 def read_message(given: Message, place: str) -> Message:
-    """Return a message without keys that are null, and with its tool calls as objects.
-
-    Raises:
-        UnsupportedError: With `place`, if it has no content, or content other than text.
-    """
+    """Return a message without keys that are null, and with its tool calls as objects. Raises
+    UnsupportedError, with `place`, if it has no content, or content other than text."""
     message = {key: value for key, value in given.items() if value is not None}
     for key, value in message.items():
         if _MEDIA.fullmatch(key.rstrip("s")) and value:
@@ -96,8 +90,7 @@ _NO_MEDIA = "only text is trained; leave the record out, or give its text alone"
 
 
 def _read_parts(parts: Sequence[Any], place: str) -> Any:
-    """Return a content's parts, checked to be text; results of tools, which are not parts, stay as
-    they are."""
+    """Return a content's parts, checked to be text; tools' results, which are no parts, stay."""
     if not all(isinstance(p, str) or _is_part(p) for p in parts):
         return list(parts)
     kept = []
@@ -124,8 +117,7 @@ def _read_calls(given: Any, place: str) -> list[Any]:
 
 
 def _read_call(given: Any, place: str) -> Message:
-    """Check a tool call: its arguments must be an object, or JSON of one in a text. They keep their
-    form."""
+    """Return a tool call, whose arguments must be an object or JSON of one, in its own form."""
     call = read_object(given, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
@@ -135,17 +127,13 @@ def _read_call(given: Any, place: str) -> Message:
 
 
 def _arguments(text: str, place: str = "") -> Any:
-    """Return the arguments of a call that a text holds; some APIs give an empty text for no
-    arguments."""
+    """Parse a call's arguments in a text; some APIs give an empty text for no arguments."""
     return read_object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
 
 
 def read_object(given: Any, place: str) -> dict[str, Any]:
-    """Return an object that may be given as such or as JSON in a text.
-
-    Raises:
-        UnsupportedError: With `place`, if it is something else.
-    """
+    """Return an object given as such or as JSON in a text. Raises UnsupportedError, with `place`,
+    for anything else."""
     value = _parsed(given, place) if isinstance(given, str) else given
     if not isinstance(value, Mapping):
         raise UnsupportedError(f"{place} holds {_kind(value)}, expected an object with fields")
@@ -287,8 +275,7 @@ class Templates:
     day: date
 
     def listing(self) -> list[object]:
-        """Return JSON values that change if the rendered text may change: the day only if a
-        template may write it."""
+        """Return JSON values that change with the text; the day only if it may be written."""
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
         return [*digests, str(self.day) if self.dated() else None]
 
@@ -301,8 +288,7 @@ class Templates:
         return _MARKS.search(self.choose(tools)) is not None
 
     def choose(self, tools: Any) -> str:
-        """Return the template to use with or without tools, as transformers' `get_chat_template`
-        does."""
+        """Return the template for these tools or none, as transformers' `get_chat_template`."""
         return self.default if tools is None else self.tool_use
 
     def write(
@@ -312,8 +298,7 @@ class Templates:
         kwargs: Mapping[str, Any],
         opened: bool = False,
     ) -> str:
-        """Render a conversation, with the record's own variables; if `opened`, also the prompt for
-        the model's next turn."""
+        """Render a conversation with a record's variables; if `opened`, open the next turn."""
         template, write = self.choose(tools), cast(Any, self.inner.apply_chat_template)
         with _settled(template, self.day):
             text: str = write(
@@ -382,9 +367,8 @@ class Templates:
     def _refuse_unwritten(
         self, probe: Sequence[Message], shown: set[int], tools: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise UnsupportedError for a message that the template does not write in full; `shown`
-        are the placeholders that it writes. It may omit parts of the model's earlier turns, such as
-        thoughts."""
+        """Refuse a message that the template does not write in full; `shown` are the placeholders
+        that it writes. It may omit parts of the model's earlier turns, such as thoughts."""
         for number, message in enumerate(probe, start=1):
             left = marks_in(message) - shown
             if left and message["role"] == "assistant" and number < len(probe):
@@ -402,8 +386,7 @@ class Templates:
 
 @contextmanager
 def _settled(template: str, day: date) -> Iterator[None]:
-    """Inside the block, make the template's text reproducible: with a fixed day, and no random
-    text."""
+    """Inside the block, make the template's text reproducible: a fixed day, no random text."""
     environment: Any = chat_template_utils._compile_jinja_template(template).environment
     names, filters = environment.globals, environment.filters
     before = names[_CLOCK], names["lipsum"], filters["random"]

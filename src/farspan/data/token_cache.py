@@ -125,8 +125,7 @@ class TokenStore:
         return len(self.starts) - 1
 
     def longest(self) -> int:
-        """Return the number of tokens of the longest document, or of the longest answer of a
-        pair."""
+        """Return the tokens of the longest document, or of the longest answer in pairs."""
         if self.middles is None:
             return int(np.diff(self.starts).max())
         firsts, seconds = self.middles - self.starts[:-1], self.starts[1:] - self.middles
@@ -355,8 +354,7 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Yield the digest of each block of a file. The file is read: mapped pages would stay in
-    memory."""
+    """Yield a file's digests, one per block. It is read: mapped pages would stay in memory."""
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):
             yield _digest(np.frombuffer(block, np.uint8), 0)
@@ -435,8 +433,7 @@ class _Table:
     any_trained: bool = False
 
     def add(self, document: Document, content: OneContent, parts: Parts) -> Iterator[int]:
-        """Append a document's tokens; after each part but the first, yield the number of tokens so
-        far."""
+        """Append a document's tokens; after each part but the first, yield all tokens so far."""
         size = 0
         for encoded in parts:
             if self.paired and not encoded.trained[1:].any():
@@ -475,8 +472,7 @@ class _TurnCounter:
     _closed: bool = False  # its latest id stops generation
 
     def add(self, content: "OneContent", encoded: Encoded, first: bool) -> None:
-        """Count a document or a part of one; if not `first`, the part continues the last
-        document."""
+        """Count a document, or a part of one; if not `first`, it continues the last document."""
         if isinstance(content, Encoded):
             return
         ends = np.isin(encoded.ids, self.ends)
@@ -534,8 +530,7 @@ class _Column:
             self._header()
 
     def _header(self) -> None:
-        """Write the file's header. numpy pads it, so that a longer length fits into the same
-        bytes."""
+        """Write the header, which numpy pads, so that a longer length fits into the same bytes."""
         descr = np.lib.format.dtype_to_descr(self._dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -597,8 +592,7 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
 
 
 def _read_text(document: Document, form: Form) -> Written | LongText | None:
-    """Return a document of a plain text file; such files may be mixed with records of any form but
-    pairs."""
+    """Return a plain text file's document; such files may be mixed with any form but pairs."""
     if isinstance(form, PreferenceForm):
         raise UnsupportedError(
             f"data.path: {document.place} is plain text, without two answers to compare; give a "
@@ -637,8 +631,8 @@ Read = Callable[[Document], Content]
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
     """Return a function that reads records by `form`. If the form renders a template, a child
-    process does it: UnsupportedError is raised at a record for which the template needs more than
-    CPU_SECONDS or MEMORY."""
+    process does it: It raises UnsupportedError at a record that needs over CPU_SECONDS or
+    MEMORY."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):
         yield form.read

@@ -24,8 +24,7 @@ TEXT = "text"  # field of a document that has only text
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A record's fields, and where it was read. `line` counts from 1; 0 stands for the whole
-    file."""
+    """A record's fields, and where it was read. `line` counts from 1; 0: the whole file."""
 
     file: int  # index into the source's `names`
     line: int
@@ -83,8 +82,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A document as token ids, [tokens] int64, with a flag per token that says whether it is
-    trained."""
+    """A document as token ids, [tokens] int64, and flags of trained tokens, [tokens] bool."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -112,7 +110,8 @@ Content = LongText | Written | tuple[Written, Written] | tuple[Encoded, ...] | N
 
 
 class Form(Protocol):
-    """Reads records of one format as documents to train on."""
+    """Reads records of one format as documents to train on. The defaults are those of forms without
+    messages whose field names are fixed."""
 
     any_ids: ClassVar[bool] = False  # ids may be beyond the tokenizer's vocabulary
 
@@ -169,8 +168,7 @@ class Tokenizer(Protocol):
         """Return the ids of each text, int64."""
 
     def encode_parts(self, parts: Iterator[str]) -> Iterator[np.ndarray]:
-        """Yield the ids of a text given in parts, int64, equal to those that `encode` gives for the
-        whole."""
+        """Yield the ids, int64, that `encode` gives for the whole text of these parts."""
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         """Return the ids of each document, and for each id whether it contains a trained character.
@@ -254,9 +252,8 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HubTokenizer:
-    """Tokenizes by a Hugging Face tokenizer, with its own special tokens and its end-of-sequence id
-    after every document. `others` are further ids that stop generation, from the model's
-    `generation_config`."""
+    """Tokenizes by a Hugging Face tokenizer, with its special tokens and its end of sequence after
+    each document. `others`: further ids that stop generation, from the `generation_config`."""
 
     inner: PreTrainedTokenizerBase
     others: frozenset[int] = frozenset()
@@ -346,8 +343,7 @@ class HubTokenizer:
         return tuple(sorted(text for text in texts if text.strip()))
 
     def marks(self) -> tuple[str, ...]:
-        """Return the texts of special tokens that may stand between turns and do not stop
-        generation."""
+        """Return special tokens that may stand between turns and do not stop generation."""
         inner = self.inner
         added = {t.content for t in inner.added_tokens_decoder.values() if t.special}
         others = {inner.bos_token, inner.unk_token, inner.pad_token, inner.mask_token}
@@ -355,8 +351,7 @@ class HubTokenizer:
         return tuple(sorted({*added, *inner.all_special_tokens} - others))
 
     def _doubled(self, row: list[int]) -> int:
-        """Return 1 if a text begins with the token that the tokenizer has put before it as well,
-        else 0."""
+        """Return 1 if a text itself begins with the token that the tokenizer puts first, else 0."""
         begin = self.inner.bos_token_id
         return int(begin is not None and row[:2] == [begin, begin] and self._begins() == begin)
 

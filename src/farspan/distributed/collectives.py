@@ -43,8 +43,7 @@ class PendingExchange:
 
 @dataclass(slots=True)
 class Communicator:
-    """This rank and its peers along one axis of the layout. Without a process group the rank is
-    alone and sends nothing."""
+    """This rank and its peers along one axis; without a process group it has no peers."""
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start

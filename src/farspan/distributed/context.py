@@ -102,8 +102,7 @@ class ParallelContext:
         return self.made[several]
 
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
-        """Return the numbers that each rank passed, in the order of ranks; all ranks pass equally
-        many."""
+        """Return each rank's numbers, in the order of ranks; all ranks pass equally many."""
         record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
@@ -144,8 +143,7 @@ class ParallelContext:
             raise UnsupportedError(self._difference(everyone))
 
     def _unlike(self, table: list[list[int]]) -> bool:
-        """Return whether digests differ between ranks that must agree. `table` has a row per
-        rank."""
+        """Return whether digests, one row per rank, differ between ranks that must agree."""
         return any(
             len({table[n][number] for n in peers}) > 1
             for number, scope in enumerate(SCOPES)
@@ -168,8 +166,7 @@ class ParallelContext:
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
 
     def _difference(self, everyone: list[dict[str, Any]]) -> str:
-        """Return an error message that says how the ranks' facts differ; it is the same on every
-        rank."""
+        """Return the error message, equal on every rank, that says how the ranks' facts differ."""
         refused = [(n, said["refusal"]) for n, said in enumerate(everyone) if "refusal" in said]
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
@@ -331,8 +328,7 @@ class Rank0Weights:
 def broadcast_from_rank0(
     ranks: ParallelContext, model: nn.Module, home: torch.device | None = None
 ) -> None:
-    """Give every rank's model all weights of rank 0's, on its device or on `home`. All ranks call
-    it."""
+    """Broadcast all weights to every rank, on its device or on `home`. All ranks call it."""
     if not is_on_rank0_only(ranks, model):
         return
     weights = Rank0Weights.of(ranks, model)

@@ -52,8 +52,7 @@ UNNAMED = "its own work"
 
 
 def machine_name() -> str:
-    """Return an identifier of the machine, equal for exactly those ranks that see each other's
-    processes."""
+    """Return an identifier that exactly those ranks share that see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with suppress(OSError):
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -62,8 +61,7 @@ def machine_name() -> str:
 
 @dataclass(slots=True)
 class SyncRecord:
-    """This process's count of synchronisations and its present activity; it is in one process
-    group."""
+    """This process's synchronisations so far, in its one process group, and present activity."""
 
     syncs: int = 0  # synchronisations reached
     activity: str = UNNAMED
@@ -79,8 +77,7 @@ def record_sync() -> None:
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Note what this rank does inside the block, for the error that other ranks raise if it takes
-    too long."""
+    """Note what the block does, for the error that other ranks raise if it takes too long."""
     before, sync_record.activity = sync_record.activity, what
     try:
         yield
@@ -184,9 +181,8 @@ class FailureDetector:
         self._where = self._meet()
 
     def _meet(self) -> list[_Home]:
-        """Exchange where each rank's process runs, and return it for all ranks. All ranks call it,
-        and when it returns, all have read the answers. Raises RankFailed if a rank does not
-        come."""
+        """Return where each rank's process runs. All ranks call it; when it returns, all have read
+        the answers. Raises RankFailed if a rank does not come."""
         keys = [f"where/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], json.dumps(self._home))
         try:
@@ -243,8 +239,8 @@ class FailureDetector:
         return self._no_answer() if silent else error
 
     def _verdict(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for this rank's `error`: itself, or RankFailed if another
-        rank failed first."""
+        """Return the exception to raise for this rank's `error`; RankFailed if another was
+        first."""
         words = _words(error)
         try:
             waited = _of_a_collective(error)
@@ -277,8 +273,7 @@ class FailureDetector:
         return not self._lives(0)
 
     def _no_answer(self) -> RankFailed:
-        """Return the error to raise if the store does not answer, with the state of the process
-        that owns it."""
+        """Return the error for a store that does not answer, with the state of its owner."""
         if self._known is not None:
             return self._known.error()
         if self._store_of is None and self.rank:
@@ -330,8 +325,8 @@ class FailureDetector:
         return None
 
     def _behind(self) -> dict[int, str]:
-        """Return the activities of ranks that have reached fewer synchronisations than this one, by
-        rank, the slowest first."""
+        """Return the activities of ranks with fewer synchronisations than this one, slowest
+        first."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
@@ -349,8 +344,7 @@ class FailureDetector:
         return self._store.check(["word/0"]) and self._store.get("word/0") == words.encode()
 
     def _stay(self) -> None:
-        """Keep rank 0's process alive until the others have left: it may own the store, which ends
-        with it."""
+        """Wait until the others have left: rank 0 may own the store, which ends with it."""
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         fault = self._fault(self._store)
         hangs = None  # a rank that does not leave
@@ -410,8 +404,7 @@ class FailureDetector:
             self._task.give_up()
 
     def _missed(self, store: Store) -> Fault | None:
-        """Return the fault of a rank whose process has ended without reporting an error, if there
-        is one."""
+        """Return the fault of a rank whose process ended without reporting an error, if any."""
         for rank in self._others():
             # The order matters: a rank reports that it leaves before its process ends.
             if not self._lives(rank) and not self._has_left(rank, store):
@@ -424,14 +417,12 @@ class FailureDetector:
         return home.machine != self._home.machine or _status(home.process) != GONE
 
     def _is_stopped(self, rank: int) -> bool:
-        """Return whether a signal has stopped a rank's process; False for ranks on other
-        machines."""
+        """Return whether a signal has stopped a rank's process; False on other machines."""
         home = self._where[rank]
         return home.machine == self._home.machine and _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
-        """Publish `fault`, unless a rank has published one before, and return the fault that
-        counts."""
+        """Publish `fault`, unless a rank was first, and return the fault that counts."""
         if store.add("faults", 1) == 1:
             store.set("fault", json.dumps([fault.rank, fault.cause]))
         return self._read_fault(store)
@@ -442,8 +433,7 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _read_fault(self, store: Store) -> Fault:
-        """Wait for the published fault and return it; if another program wrote the entry, a fault
-        that says so."""
+        """Wait for the published fault; if another program wrote it, return one that says so."""
         text = store.get("fault").decode(errors="replace")
         try:
             rank, cause = json.loads(text)
@@ -482,8 +472,7 @@ def _words(error: BaseException) -> str:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return whether a message is shown without the exception's type, as those of farspan's errors
-    are."""
+    """Return whether a message is shown without the exception's type, as farspan's errors are."""
     return type(error).__module__.startswith("farspan.")
 
 
@@ -515,9 +504,8 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """Lets all ranks stop at the same checkpoint, see Note: [Stopping together]; each rank has one.
-    The main thread calls `pass_place`, the heartbeat thread calls `look`, signal handlers may call
-    `ask`."""
+    """Stops all ranks at the same checkpoint, see Note: [Stopping together]. The main thread calls
+    `pass_place`, the heartbeat thread calls `look`, signal handlers may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
         """Create this rank's side; it waits `patience` seconds for the others' answers."""
@@ -580,8 +568,7 @@ class CooperativeStop:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Stop waiting for the others: a rank or the store is gone, so collectives will fail
-        anyway."""
+        """Stop waiting for the others: a rank or the store is gone, so collectives will fail."""
         with self._changed:
             self._alone = True
             self._changed.notify_all()

@@ -40,15 +40,13 @@ UnitParameters = dict[nn.Parameter, tuple[str, list[ParameterSlot]]]  # first na
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the rows [start, stop) that `rank` holds of a sharded tensor, split as torch.chunk
-    does."""
+    """Return the rows [start, stop) of a sharded tensor that `rank` holds, as torch.chunk."""
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def shard_bytes(shape: Sequence[int], itemsize: int, ranks: int) -> int:
-    """Return the bytes of one rank's shard of a parameter, padded to the shard of rank 0, the
-    largest."""
+    """Return the bytes of a rank's shard of a parameter, padded to rank 0's, the largest."""
     rows = shape[0] if shape else 1
     width = torch.Size(shape[1:]).numel()
     return -(-rows // ranks) * width * itemsize
@@ -68,8 +66,9 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """Return the parameters of each unit, each with its first name and all modules that hold it;
-    layers not in `here` get none."""
+    """Return the parameters of each unit, with their first names and the modules that hold them;
+    layers not in `here` get none. Raises UnsupportedError, beginning with `field`, for a parameter
+    that several layers share, or two that overlap in memory: they cannot be moved."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
@@ -108,8 +107,7 @@ def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
-    """Raise UnsupportedError if two parameters share memory: they would be moved and updated
-    apart."""
+    """Raise UnsupportedError if two parameters share memory: they would be updated apart."""
     found = []
     for unit in units:
         for x, (name, _) in unit.items():
@@ -159,15 +157,13 @@ class ShardRegion:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Where this rank's part of a tensor of `shape` lies in the whole; without boxes the rank has
-    no part."""
+    """Where this rank's part of a tensor of `shape` lies in the whole; no boxes: it has none."""
 
     shape: tuple[int, ...]
     boxes: tuple[ShardRegion, ...]
 
     def rows(self, start: int, stop: int) -> "ShardPlacement":
-        """Return the placement that is left if the rank's tensor is cut to its rows [start,
-        stop)."""
+        """Return the placement after the rank's tensor is cut to its rows [start, stop)."""
         kept = []
         for box in self.boxes:
             first, last = max(box.here[0], start), min(box.here[0] + box.sizes[0], stop)
@@ -191,8 +187,7 @@ def whole_placement(shape: Sequence[int]) -> ShardPlacement:
 
 
 def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> ShardPlacement:
-    """Return the placement of a rank that holds `ranges` of dimension `dim`, one after the
-    other."""
+    """Return the placement of a rank that holds `ranges` of dimension `dim`, concatenated."""
     starts = accumulate((stop - start for start, stop in ranges), initial=0)
     boxes = []
     for here, (start, stop) in zip(starts, ranges, strict=False):
@@ -324,8 +319,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
-        """Set this rank's shard of the parameter `name` (this stage's name) from its whole
-        value."""
+        """Set this rank's shard of the parameter `name` of this stage from its whole value."""
         for cut in (cut for unit in self._units for cut in unit.cuts if cut.name == name):
             local(cut.own).copy_(whole if self.stage is Stage.ZERO_0 else whole[slice(*cut.rows)])
 
@@ -337,8 +331,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def gather(self, unit: int) -> None:
-        """All-gather a unit's whole parameters, bit for bit. See Note: [One parameter at a
-        time]."""
+        """All-gather a unit's parameters, bit for bit. See Note: [One parameter at a time]."""
         one = self._units[unit]
         if self.gathered(unit) or one.memory is None:
             return
@@ -405,8 +398,7 @@ class ShardedParameters:
                 self._reduce(unit, unit.held)
 
     def abandon(self) -> None:
-        """End an unfinished step: release every unit, and drop gradients that were not reduced
-        yet."""
+        """End an unfinished step: release every unit, and drop gradients not yet reduced."""
         for unit in self._units:
             self._release(unit)
             unit.held.clear()
@@ -597,9 +589,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of this rank's parts of gradients, a float64 scalar on `device`.
-    The caller sums over the ranks that hold other parts, and handles parts that several ranks
-    hold."""
+    """Return the sum of squares of gradients' local parts, a float64 scalar on `device`. The caller
+    sums over the ranks that hold other parts, and handles parts that several ranks hold."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)

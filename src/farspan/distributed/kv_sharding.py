@@ -49,12 +49,11 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """`KeyValues` whose earlier keys and values can also be read and added to as whole rows, in the
-    layout that ranks send."""
+    """`KeyValues` that can also be read and added to as whole rows, in the layout ranks send."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] before the chunk, if any; valid
-        until the cell is done."""
+        """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] before the chunk, until the cell
+        ends."""
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
         """Add dK and dV of the rows that `prefix_rows` returns, in the accumulate dtype. Called
@@ -64,8 +63,7 @@ class WholeRows(KeyValues, Protocol):
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Attention of one chunk whose keys travel round a ring of ranks. The `AttentionCall` that it
-    gets holds this rank's queries against this rank's rows, and its q_start is this rank's first
-    query."""
+    gets holds this rank's queries against this rank's rows, and its q_start is this rank's."""
 
     peers: Communicator
     rows: Sequence[tuple[int, int]]  # of each rank: rows before the chunk, rows of the chunk
@@ -137,15 +135,14 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return the settings of attention to the rows of peer `source`, all of which count as
-        earlier keys."""
+        """Return the settings of attention to peer `source`'s rows, all of them earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(
         self, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> Iterator[tuple[int, "_PeerRows"]]:
         """Yield the other peers and their rows, from the previous peer backwards. Transfers
-        overlap: own rows are in flight when this returns, and the next peer's while one peer's are
+        overlap: own rows are in flight when this returns, and the next peer's while one's are
         used."""
         if self.peers.size == 1:
             return iter(())
@@ -167,16 +164,14 @@ class Ring:
             yield source, _PeerRows(k, v)
 
     def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
-        """Start to send the rows of peer `source` to the next rank, and to receive those of the
-        peer before it."""
+        """Start to send peer `source`'s rows on, and to receive those of the peer before it."""
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
         return _pass_on(self.peers, parts, places, (k, v))
 
     def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
-        """Start to send the dK, dV of peer `source` to the next rank, and to receive those of the
-        peer before it."""
+        """Start to send peer `source`'s dK, dV on, and to receive those of the peer before it."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
         return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))
@@ -266,8 +261,7 @@ class KVShards:
         sinks: Tensor | None = None,
     ) -> Attended:
         """Return out [B, H, n, Dv] and lse of this rank's queries over the keys of all ranks, as
-        `chunk.attend` does. q [B, H, n, D] and k, v [B, Hk, t, D] are this rank's part of the
-        chunk."""
+        `chunk.attend` does. q [B, H, n, D], k and v [B, Hk, t, D] are this rank's part."""
         of_all = _heads_first(self.peers.gather(_token_first(q), self.counts))
         if self.ring is None:
             out, lse = attend_blocks(call, of_all, k, v, key_values)
@@ -289,8 +283,7 @@ class KVShards:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq of this rank's queries and dk, dv of its keys, summed over ranks, and its
-        queries' share of d sinks, as `chunk.attend_backward` does. `attended` is the result of
-        `attend`."""
+        queries' share of d sinks, as `chunk.attend_backward` does. `attended`: out, lse."""
         q, k, v = of_keys
         of_queries = [_token_first(x) for x in (q, attended[0], dout, attended[1])]
         gathered = _unpack(self.peers.gather(_pack(of_queries), self.counts), of_queries)

@@ -31,12 +31,9 @@ MOST_BYTES = 2**31  # of a message: plans of 70B models take 2 MB
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values that the ranks of `group` pass, in the order of ranks.
-
-    Raises:
-        TypeError: `value` holds something other than data.
-        RankFailed: A rank sent something other than a message; the error names the rank.
-    """
+    """Return the values that the ranks of `group` pass, in the order of ranks. Raises TypeError if
+    `value` holds something other than data, and RankFailed, naming the rank, if a rank sent
+    something other than a message."""
     if group is None:
         record_sync()
     mine = np.frombuffer(encode(value), dtype=np.uint8).copy()
@@ -56,12 +53,8 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def broadcast(value: Any) -> Any:
-    """Return on every rank the value that rank 0 passes; other ranks' values are ignored.
-
-    Raises:
-        TypeError: Rank 0's value holds something other than data.
-        RankFailed: Rank 0 sent something other than a message.
-    """
+    """Return on every rank the value that rank 0 passes; other ranks' values are ignored. Raises
+    TypeError if it holds something other than data, and RankFailed for anything but a message."""
     record_sync()
     if dist.get_rank() == 0:
         _give(value, partial(dist.broadcast, src=0))
@@ -75,8 +68,7 @@ def send(value: Any, to: int) -> None:
 
 
 def receive(source: int) -> Any:
-    """Wait for a value that rank `source` sends by `send`. Raises RankFailed if it sends something
-    else."""
+    """Wait for a value that rank `source` sends by `send`. Raises RankFailed for anything else."""
     return _take(source, partial(dist.recv, src=source))
 
 
@@ -112,8 +104,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value as the bytes of a message. Raises TypeError if it holds something other than
-    data."""
+    """Encode a value as a message. Raises TypeError if it holds something other than data."""
     try:
         return json.dumps(_plain(value)).encode()
     except RecursionError as error:
@@ -123,8 +114,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, sender: int) -> Any:
-    """Decode a message's bytes to the value. Raises RankFailed, naming the sender, if they are
-    malformed."""
+    """Decode a message to its value. Raises RankFailed, naming the sender, if malformed."""
     try:
         return _value(json.loads(data))
     except Exception as error:  # foreign bytes may raise anything
@@ -242,8 +232,7 @@ def _(value: Exception) -> Any:
 
 
 def _name_of(kind: type) -> str:
-    """Return a class's name in messages, `module:Qualified.Name`. Raises TypeError for foreign
-    classes."""
+    """Return a class's name in messages, `module:Name`. Raises TypeError for foreign classes."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _class(name) is not kind:
         raise TypeError(f"ranks can exchange only farspan's own classes, got {name}")
@@ -263,8 +252,7 @@ def _value(found: Any) -> Any:
 
 
 def _class(name: str) -> Any:
-    """Return the class that a message names. Raises TypeError unless it is a data class of
-    farspan's."""
+    """Return the class that a message names. Raises TypeError unless it is farspan's data."""
     module, _, path = name.partition(":")
     if not _OWN.fullmatch(module):
         raise TypeError(f"{name} is not a class of farspan")
@@ -279,8 +267,7 @@ def _class(name: str) -> Any:
 
 
 def _instance(content: Any) -> Any:
-    """Build an instance of a dataclass or a named tuple from its fields, without calling its
-    code."""
+    """Build a dataclass or named tuple from its fields, without calling its code."""
     name, given = content
     kind = _class(name)
     names = kind._fields if issubclass(kind, tuple) else [own.name for own in fields(kind)]

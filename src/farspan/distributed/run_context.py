@@ -47,8 +47,7 @@ class LaunchEnv:
 
 
 def launch_env() -> LaunchEnv | None:
-    """Return this process's rank as the launcher or process group gives it; None if there is
-    neither."""
+    """Return this process's rank by the launcher or process group; None if there is neither."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return _placed(rank, dist.get_world_size())
@@ -58,8 +57,7 @@ def launch_env() -> LaunchEnv | None:
 
 
 def _placed(rank: int, ranks: int) -> LaunchEnv:
-    """Return the LaunchEnv of a rank; without the launcher's variables all ranks are on one
-    machine."""
+    """Return a rank's LaunchEnv; without a launcher's variables all ranks are on one machine."""
     local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
     return LaunchEnv(rank, ranks, int(local), int(near))
 
@@ -218,8 +216,7 @@ class StopPoint(Enum):
 
 @dataclass(slots=True)
 class DistributedContext:
-    """A run as one of its processes sees it. All processes make the same calls in the same
-    order."""
+    """A run, as seen by one process. All processes make the same calls in the same order."""
 
     device: torch.device
     launch: LaunchEnv | None = None  # None: alone
@@ -269,14 +266,12 @@ class DistributedContext:
         return min(self.all_gather(value))
 
     def request_stop(self, number: int) -> None:
-        """Ask all ranks to stop because of a signal, given by its number. A signal handler may call
-        it."""
+        """Ask all ranks to stop for a signal, by its number. A signal handler may call it."""
         if self.halt is not None:
             self.halt.ask(number)
 
     def must_stop(self, place: StopPoint) -> int:
-        """Return the signal's number if all ranks stop at this point, else 0. Points that only some
-        ranks pass never stop."""
+        """Return the signal's number if all ranks stop here, else 0; never where only some pass."""
         # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
         # only, may be shorter than the others.
         if place is not StopPoint.BATCH and self.layout.pipeline > 1:
@@ -286,8 +281,7 @@ class DistributedContext:
         return 0 if self.halt is None else self.halt.pass_place()
 
     def stop_requested(self) -> bool:
-        """Return whether this rank knows that all ranks will stop after a cell; others may not know
-        yet."""
+        """Return whether this rank knows that all will stop after a cell; others may not yet."""
         return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
 
     def first_given(self, found: T | None) -> tuple[int, T] | None:
@@ -315,8 +309,7 @@ class DistributedContext:
 
     def run_on_rank0(self, work: Callable[[], T], what: str = "its work for all ranks") -> T:
         """Run `work` on rank 0 alone and return its result on every rank; the others wait.
-        UnsupportedError and WriteFailed are raised on every rank. `what`: label for the timeout
-        message."""
+        UnsupportedError and WriteFailed are raised on all. `what`: label for timeouts."""
         return (
             work()
             if self.launch is None

@@ -70,8 +70,7 @@ class TensorParallel:
         return whole if cut is None else cut.slice(whole, self.peers.index, self.peers.size)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """Gather the whole tensor from the peers' slices `local`. All peers call it, in the same
-        order."""
+        """Gather a whole tensor from the peers' slices. All peers call it, in the same order."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return local
@@ -198,8 +197,7 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """Return the weight with equal values, of which only rows [start, start + size) have a
-    gradient."""
+    """Return a weight of equal values in which only rows [start, start + size) get a gradient."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 

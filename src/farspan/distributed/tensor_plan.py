@@ -33,8 +33,8 @@ INSTEAD = "use ulysses instead of tensor"
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """How a parameter is sharded along one dimension: each rank has an equal slice of each of its
-    parts, such as Q, K and V."""
+    """How a parameter is sharded along a dimension: ranks have equal slices of each part (Q, K,
+    V)."""
 
     shape: tuple[int, ...]  # of the whole parameter
     dim: int
@@ -93,10 +93,9 @@ class TensorPlan:
 
     @cached_property
     def cuts(self) -> dict[str, ParameterCut]:
-        """The sharded parameters, by name in the model. The gradient of any other parameter of a
-        layer is complete only when summed over the ranks of `tensor`: norms see a rank's own
-        tokens, those inside attention its own heads, and a rowwise bias is added to its own
-        tokens."""
+        """The sharded parameters, by name in the model. Other gradients of a layer are complete
+        only when summed over the ranks of `tensor`: norms see a rank's own tokens, those inside
+        attention its own heads, and a rowwise bias is added to its own tokens."""
         return {
             f"{self.prefix}.{index}.{name}": cut
             for index, layer in enumerate(self.layers)
@@ -275,8 +274,7 @@ def _wide(block: nn.Module, widths: set[int], styles: dict[str, str]) -> Iterato
 
 
 def _refuse_whole_attention(where: str, layer: nn.Module, blocks: Sequence[TensorBlock]) -> None:
-    """Raise UnsupportedError if a layer's attention is not sharded: it would see only this rank's
-    tokens."""
+    """Raise UnsupportedError if attention is not sharded: it would see only this rank's tokens."""
     cut = {block.name for block in blocks if block.attends}
     for name, child in layer.named_children():
         if name not in cut and any(hasattr(module, "is_causal") for module in child.modules()):

@@ -30,8 +30,7 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Kernel argument: a tensor [B, H, T, D] with inner stride 1; for [T, B, H, D] the strides are
-    reordered."""
+    """Kernel argument: a tensor [B, H, T, D] with inner stride 1; [T, B, H, D] has others."""
 
     base: Any
     batch: int
@@ -40,8 +39,7 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors, and the extents of the two inner indices; all
-    `veiled`."""
+    """Kernel argument: the number of vectors and the two inner indices' extents, `veiled`."""
 
     rows: int
     second: int

@@ -81,8 +81,7 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (its dtype and layout) and of the weight (fp32 [h]); `rstd` is from
-    the forward."""
+    """Return dx, in x's dtype and layout, and dweight, fp32 [h]; `rstd` is the forward's."""
     _check_norm(x, weight)
     check("dout", dout, x)
     check("rstd", rstd, x[..., 0], (torch.float32,))
@@ -113,8 +112,7 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
 def norm_backward_launch(
     dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """Return the launch of a norm's backward, and the tensor of its partial sums of dweight, one
-    row per program."""
+    """Return a norm's backward launch, and its sums of dweight, one row per program."""
     (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
     shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
@@ -135,8 +133,7 @@ def norm_backward_launch(
 
 @cache
 def _places(device: torch.device) -> int:
-    """Return the number of programs for a norm's backward: as many as the device runs at one
-    time."""
+    """Return how many programs of a norm's backward the device runs at one time."""
     if device.type != "cuda":
         return ROWS_OF_DWEIGHT
     return ROWS_OF_DWEIGHT * torch.cuda.get_device_properties(device).multi_processor_count
@@ -188,8 +185,7 @@ class Act(StrEnum):
 
 
 class Lines(NamedTuple):
-    """Kernel argument: a tensor of vectors with inner stride 1 and one stride (elements) between
-    vectors."""
+    """Kernel argument: vectors with inner stride 1 and one stride (elements) between them."""
 
     base: Any
     row: int
@@ -210,8 +206,7 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
 def swiglu_backward(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, contiguous, in gate's dtype; only act(gate) is rounded
-    in between."""
+    """Return dgate and dup, contiguous, in gate's dtype; only act(gate) is rounded in between."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -238,8 +233,7 @@ def swiglu_again(
 
 
 def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
-    """Return the launch of a gate kernel. It reads contiguous tensors as one line, others as one
-    line per row."""
+    """Return a gate kernel's launch: contiguous tensors are one line, others one line per row."""
     dense = all(x.is_contiguous() for x in tensors.values())
     shape = next(iter(tensors.values())).shape
     width = shape.numel() if dense else shape[-1]
@@ -397,8 +391,7 @@ def cross_entropy_(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return each row's loss, and overwrite `logits` with d(scale * sum of losses) / d logits, in
-    its dtype."""
+    """Return row losses; overwrite `logits` with d(scale * their sum) / d logits, in its dtype."""
     return _cross_entropy(logits, targets, scale, ignored, softcap)
 
 

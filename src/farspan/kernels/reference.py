@@ -34,8 +34,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def losses(logits: Tensor, targets: Tensor, ignored: int, softcap: float | None) -> Tensor:
-    """Return the cross-entropy of logits [N, V] for targets [N], per row; in fp32, or fp64 for fp64
-    logits."""
+    """Return the cross-entropy of logits [N, V] for targets [N], per row; in fp32 or fp64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)

@@ -80,8 +80,7 @@ def norm_kernel(x, weight, out, rstd, sizes, shape: tl.constexpr):
 
 @triton.jit
 def norm_backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.constexpr):
-    """Compute dx, and in row p of `partial` [programs, width] the sum of dweight over the rows of
-    program p."""
+    """Compute dx, and each program's sum of dweight in its row of `partial` [programs, width]."""
     count = size_of(sizes.rows)
     column = tl.arange(0, shape.padded)[None, :]
     inside = column < shape.width
@@ -156,8 +155,7 @@ def _store_block(x, row, column, mask, values):
 
 @triton.jit
 def _block(width, block: tl.constexpr):
-    """Return this program's row, its columns and their mask, int64; a contiguous tensor counts as
-    one row."""
+    """Return this program's row, columns (int64) and mask; a contiguous tensor is one row."""
     blocks = tl.cdiv(width, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
@@ -205,8 +203,7 @@ def gate_backward_kernel(dout, gate, up, dgate, dup, width, act: tl.constexpr, b
 
 @triton.jit
 def _angles(x, shape: tl.constexpr):
-    """Load cos or sin for this program's token: of the first and of the second half of a vector,
-    fp32."""
+    """Load cos or sin for this program's token: of a vector's first and second half, fp32."""
     column = tl.arange(0, shape.padded_half)[None, :]
     row = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
     mask = column < shape.half
@@ -418,8 +415,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def take_rows(target, source, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
-    """Copy rows numbered `rows` [count] of `source` [T, width] to `target` [count, width], in
-    order."""
+    """Copy rows numbered `rows` [count] of `source` [T, width] to `target` [count, width]."""
     column = tl.arange(0, padded)[None, :]
     for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
         i = tl.arange(0, tile).to(tl.int64) + first

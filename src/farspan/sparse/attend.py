@@ -49,8 +49,7 @@ class FarCall:
 
 
 class FarKernel(Protocol):
-    """A kernel for attention to the chosen pages that `Pages.begin` announced. Kernels hold no
-    state."""
+    """A kernel for attention to the chosen pages that `Pages.begin` announced. It has no state."""
 
     @property
     def softcap(self) -> float | None:
@@ -89,8 +88,7 @@ Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
 
 @dataclass(frozen=True, slots=True)
 class SparseCall:
-    """The settings of one chunk's sparse attention; layers with equal scale and heads share
-    them."""
+    """The settings of one chunk's sparse attention; equal layers share them."""
 
     sparse: Sparse
     near: AttentionCall
@@ -228,8 +226,7 @@ def _possible(call: SparseCall, choice: Tensor) -> Tensor:
 
 
 def sampled(tokens: int, samples: int) -> range:
-    """Return evenly spaced tokens of a chunk, among them the last, which has the most keys before
-    it."""
+    """Return evenly spaced tokens of a chunk, with the last, which sees most."""
     step = max(1, tokens // max(1, samples))
     return range((tokens - 1) % step, tokens, step)
 
@@ -300,12 +297,8 @@ def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor
 def sparse_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Return sparse attention by its definition, [B, H, S, Dv], with plain PyTorch and one dense
-    mask.
-
-    Shapes: q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], mask from `seen_mask`; `cap` is inf
-    without soft-capping.
-    """
+    """Return sparse attention by its definition, [B, H, S, Dv], from q [B, H, S, D], k [B, Hk, S,
+    D], v [B, Hk, S, Dv] and a mask from `seen_mask`; `cap` is inf without soft-capping."""
     k, v, mask = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, mask))
     scores = scale * q @ k.mT
     scores = scores if cap == torch.inf else cap * torch.tanh(scores / cap)

@@ -59,18 +59,15 @@ class KeptMass:
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the smallest share that any layer keeps with `budgets[place]`, and that layer's
-        number."""
+        """Return the smallest share that a layer keeps with `budgets[place]`, and its number."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:
-        """Return the smallest budget (tokens) with which layers keep the share `ENOUGH` on
-        average."""
+        """Return the smallest budget (tokens) that keeps the share `ENOUGH` on average."""
         return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
 
     def enough_everywhere(self, name: str) -> tuple[int, int]:
-        """Return the smallest budget (tokens) with which every layer keeps the share `ENOUGH`, and
-        the layer that needs it."""
+        """Return the smallest budget that keeps `ENOUGH` in every layer, and the neediest layer."""
         place = next(
             i for i, b in enumerate(self.budgets) if self._keeps(self.worst(name, i)[0], b)
         )
@@ -80,8 +77,7 @@ class KeptMass:
         return mass >= ENOUGH or budget == self.budgets[-1]  # all pages, up to rounding
 
     def best(self) -> str:
-        """Return the name of the selector that keeps `ENOUGH` with the smallest budget; if several
-        do, the first."""
+        """Return the (first) selector that keeps `ENOUGH` with the smallest budget, by name."""
         return min(
             (name for name in self.names if name != RANDOM),
             key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]),
@@ -98,8 +94,7 @@ class KeptMass:
         return replace(self.sparse, budget=budget, selector=name)
 
     def judged(self) -> int:
-        """Return the budget (tokens) at which to compare losses: the advised one, or else the
-        largest below all pages."""
+        """Return the budget to compare losses at: the advised, else the largest below all pages."""
         advised = self.advised()
         return self.budgets[-2] if advised is None else advised.budget
 
@@ -119,8 +114,7 @@ class KeptMass:
 
 
 def ladder(pages: int, page: int) -> tuple[int, ...]:
-    """Return the budgets to measure, in tokens: none, one page, then doubled each time up to all
-    pages."""
+    """Return the budgets to measure (tokens): none, one page, then doubled up to all pages."""
     counts = [0, *(1 << power for power in range(pages.bit_length()) if 1 << power < pages), pages]
     return tuple(count * page for count in counts)
 
@@ -153,8 +147,7 @@ class _Reader:
         scale: float,
         **keywords: Any,
     ) -> Tensor:
-        """Return a layer's dense attention [B, T, H, Dv], and record the mass that each selector
-        keeps."""
+        """Return a layer's dense attention [B, T, H, Dv], and record each selector's mass."""
         sinks, tokens = keywords.get("s_aux"), q.shape[2]
         if spec.window is None:
             for name, mass in self.masses(layer, q, k, scale, spec.softcap, sinks).items():
@@ -235,12 +228,10 @@ def kept_masses(
     seed: int,
     index: Index | None = None,
 ) -> KeptMass:
-    """Measure the share of dense attention's mass that each selector keeps with each budget.
-
-    One dense pass runs over the tokens [batch, tokens], a layer at a time, without a last page that
-    is not whole. An `index` is measured as a selector, too. Page, recent tokens, sinks and chunk
-    are the schedule's. Raises UnsupportedError if there are no pages to choose from.
-    """
+    """Measure the share of dense attention's mass that each selector keeps with each budget, by one
+    dense pass over tokens [batch, tokens], without a last page that is not whole. Page, recent
+    tokens, sinks and chunk are the schedule's; an `index` is measured as a selector, too. Raises
+    UnsupportedError if there are no pages to choose from."""
     stages, sparse = CausalLMStages(model), schedule.sparse
     assert sparse is not None
     specs = describe(stages).layers
@@ -323,8 +314,7 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
 
 
 def _loss(stages: CausalLMStages, hidden: Tensor, ids: Tensor) -> float:
-    """Return the mean loss of the last quarter of the tokens, given the last layer's output [B, T,
-    hidden]."""
+    """Return the mean loss of the last quarter of the tokens, from top outputs [B, T, hidden]."""
     tokens, total = ids.shape[1], 0.0
     first = tokens - tokens // LAST
     for begin in range(first, tokens, LOGITS):
@@ -344,9 +334,8 @@ def sparse_losses(
     index: Index | None = None,
     begin: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Return, by selector, the mean loss of the last quarter of the tokens with sparse attention in
-    the whole model. Before each pass, which takes as long as the dense one, `begin` is called with
-    the selector's name."""
+    """Return the mean loss of the last quarter of the tokens with sparse attention, by selector.
+    `begin` is called with its name before each pass, which takes as long as a dense one."""
     sparse, found = schedule.sparse, {}
     assert sparse is not None
     ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]

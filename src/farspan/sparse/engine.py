@@ -89,8 +89,7 @@ class Means:
         self.cells[chunk, : len(found)] = found
 
     def read(self, pages: range) -> Tensor:
-        """Return the representatives of these pages [B, Hk, len(pages) * R, D], a view if their
-        cells are adjacent."""
+        """Return these pages' representatives [B, Hk, len(pages) * R, D], if possible as a view."""
         found = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
         return found.permute(1, 2, 0, 3)
 
@@ -115,8 +114,7 @@ class PageSlots:
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and chunk
 
     def take(self) -> _PageSlot:
-        """Return the slot to fill next; fetches into it wait until its previous slab is no longer
-        used."""
+        """Return the slot to fill next; fetches into it wait until its slab is no longer used."""
         self.ring.rotate(-1)
         slot, copies = self.ring[-1], self.storage.copies
         copies.wait(Lane.FETCH, slot.read, Hazard.STILL_READ)
@@ -137,8 +135,7 @@ class _ComingPages:
 
 @dataclass(slots=True)
 class BufferPages:
-    """One cell's keys and chosen pages in the program's buffers; implements
-    `sparse.pages.Pages`."""
+    """A cell's keys and chosen pages in buffers; implements `sparse.pages.Pages`."""
 
     prefix: KVPrefix
     slots: PageSlots
@@ -168,8 +165,7 @@ class BufferPages:
         return self.means.read(pages)
 
     def begin(self, choice: Tensor) -> None:
-        """Note the cell's choice and, if its pages are on host, begin to fetch them. Later calls do
-        nothing."""
+        """Note the cell's choice, once, and begin to fetch its pages if they are on host."""
         if self.choice is not None:
             return
         self.choice = choice
@@ -355,8 +351,7 @@ class SparseStep:
 
     @classmethod
     def of(cls, schedule: Schedule, given: GivenSelector | None) -> Self:
-        """Return the sparse attention of a schedule, with the selector that `selector_of`
-        resolves."""
+        """Return the sparse attention of a schedule, by the selector of `selector_of`."""
         assert schedule.sparse is not None, "attention is sparse"
         return cls(schedule.sparse, selector_of(given, schedule))
 
@@ -394,8 +389,7 @@ def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
 
 
 def refuse_keys_on_host(schedule: Schedule) -> None:
-    """Raise UnsupportedError if the schedule keeps keys on host, where an index cannot learn from
-    them."""
+    """Raise UnsupportedError if keys are on host, where an index cannot learn."""
     if schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "index: learns from keys on the device, but the keys are on host; set schedule.kv to "
@@ -428,8 +422,7 @@ class SparseCell:
     at_hand: BufferPages | None = None  # from `begin` on
 
     def begin(self, keys: KVPrefix) -> None:
-        """Prepare for the cell's attention or its backward: if the choice is known, start to fetch
-        its pages."""
+        """Prepare for attention or its backward: fetch the chosen pages if already known."""
         self.at_hand = self.run.pages(self.i, self.means, keys)
         if self.choice is not None and not self.chooses:
             self.at_hand.begin(self.choice)
@@ -439,8 +432,7 @@ class SparseCell:
         self.begin(keys)
 
     def note(self, k: Tensor) -> None:
-        """Store the representatives of the chunk's keys k [C, B, Hk, D], which were just written to
-        a buffer."""
+        """Store the representatives of the chunk's keys k [C, B, Hk, D], just written."""
         if self.means is not None:
             self.means.write(self.i.chunk, k)
 
@@ -482,8 +474,7 @@ class SparseCell:
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` holds q, k and
-        v."""
+        """Return gradients as `attention.chunk.attend_backward` does; `of_keys`: q, k, v."""
         call, pages, (q, k, v) = self.run.call(self.i, dense), self.at_hand, of_keys
         assert pages is not None
         given: Attended = (*attended, self._choice(q, pages))
@@ -564,8 +555,7 @@ class SparseRun:
         return near_blocks(blocks, self.sparse, start) if spec.window is None else blocks
 
     def choice(self, i: Forward | Backward) -> Tensor | None:
-        """Return the memory of a cell's choice, [B, Hk, M, k] int32; None if the cell chooses no
-        pages."""
+        """Return where a cell's choice lies, [B, Hk, M, k] int32; None: it has none."""
         if i.choice is None:
             return None
         program, spec = self.storage.program, self.storage.program.model.layers[i.layer]
@@ -584,8 +574,7 @@ class SparseRun:
         return BufferPages(prefix, self.page_slots, i.chunk, far, self.sparse, means)
 
     def call(self, i: Forward, dense: AttentionCall) -> SparseCall:
-        """Return the settings of a cell's sparse attention, made from those of its dense
-        attention."""
+        """Return the settings of a cell's sparse attention, made from `dense`."""
         if i.chunk != self.chunk:
             self.chunk, self.calls = i.chunk, {}
         spec = self.storage.program.model.layers[i.layer]
@@ -612,8 +601,7 @@ class SparseRun:
 
 
 def far_kernel(device: torch.device, dtype: torch.dtype, spec: LayerSpec) -> FarKernel:
-    """Return the kernel for a layer's attention to chosen pages: Triton's, if it supports the
-    heads."""
+    """Return the kernel for a layer's attention to chosen pages: Triton's if possible."""
     heads = spec.head_dim, spec.value_dim, spec.softcap
     return TritonFar() if supports(device, dtype, *heads) else select_far(device.type, *heads)
 

@@ -98,8 +98,7 @@ class PlainPages:
     def _scores(
         self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return scores after soft-capping and masking, and the derivative of capped by uncapped
-        scores."""
+        """Return capped and masked scores, and the derivative of capped by uncapped scores."""
         dtype = accumulate_dtype(q.dtype)
         scores = q.to(dtype) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -124,8 +123,7 @@ class _Part:
     mask: Tensor | None  # [x, 1, Q, k * P]
 
     def queries(self, x: Tensor) -> Tensor:
-        """Select this part's rows, [x, r, Q, ...], from a tensor [B, Hk, M, r, Q, ...] with any
-        outer strides."""
+        """Select this part's rows, [x, r, Q, ...], from a tensor [B, Hk, M, r, Q, ...]."""
         rows = x[self.places]
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -135,8 +133,7 @@ class _Part:
         return copies.view(len(self.index), 1, -1, of_units.shape[2])
 
     def put(self, totals: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Write rows, in the shape that `queries` returns, back into the tensors that they came
-        from."""
+        """Write rows [x, r, Q, ...] back into the tensors that `queries` took them from."""
         for total, x in zip(totals, rows, strict=True):
             total[self.places] = x
 
@@ -156,8 +153,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _SlabRows:
-    """The rows (page of queries, key-value head) that attend to a slab, and the masks that they
-    need."""
+    """The rows (page of queries, key-value head) that attend to a slab, and their masks."""
 
     page: int
     query_page: int
@@ -165,8 +161,7 @@ class _SlabRows:
     starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
     def alike(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the flat indices in [B, Hk, M] of rows with equally many pages, and whether they
-        need masks."""
+        """Yield flat indices of rows with equally many pages, and whether they need masks."""
         index = self.units.index
         kinds = 2 * (index >= 0).sum(3)
         if self.starts is not None:
@@ -311,8 +306,7 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
 
 
 def _whole(x: Tensor, choice: Tensor, call: FarCall) -> Tensor:
-    """Return x [B, H, C, ...] padded by zeros to whole pages of queries; x itself if C is a
-    multiple."""
+    """Return x [B, H, C, ...] padded by zeros to whole pages of queries, if necessary."""
     ragged = choice.shape[2] * call.query_tokens - x.shape[2]
     return pad(x, (0, 0) * (x.ndim - 3) + (0, ragged)) if ragged else x
 
@@ -325,7 +319,6 @@ def _put_back(into: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
 
 
 def _by_page(whole: Tensor, choice: Tensor) -> Tensor:
-    """View a tensor [B, H, M * Q, ...] by pages of queries and key-value heads, [B, Hk, M, r, Q,
-    ...]."""
+    """View [B, H, M * Q, ...] by key-value head and page of queries, [B, Hk, M, r, Q, ...]."""
     kv_heads, pages = choice.shape[1:3]
     return whole.unflatten(2, (pages, -1)).unflatten(1, (kv_heads, -1)).transpose(2, 3)

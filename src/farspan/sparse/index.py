@@ -86,8 +86,7 @@ class LayerIndex:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Index:
-    """The index of a model: maps by layer, with which pages are compared; implements
-    `sparse.pages.Selector`."""
+    """A model's index: maps that compare pages, by layer; implements `sparse.pages.Selector`."""
 
     layers: Mapping[int, LayerIndex]  # by layer number: those without a window
     select: Selector | None = None  # reads the votes; None: the step's choice of the most votes
@@ -105,8 +104,7 @@ class Index:
         return max(layer.dim for layer in self.layers.values())
 
     def parameters(self) -> list[Tensor]:
-        """Return the maps as parameters for an optimizer; those that require gradients learn during
-        steps."""
+        """Return the maps for an optimizer; those that require gradients learn during steps."""
         return [x for layer in self.layers.values() for x in (layer.queries, layer.keys)]
 
     def learning(self) -> Self:
@@ -169,8 +167,7 @@ class Index:
                 )
 
     def save(self, folder: Path | str) -> None:
-        """Write the index to a folder: float32 tensors and a small configuration. Raises
-        WriteFailed."""
+        """Write the index to a folder: float32 tensors and a config. Raises WriteFailed."""
         about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
         folder = Path(folder)
         with writing(folder, SafetensorError):
@@ -193,8 +190,7 @@ class Index:
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """Read an index from a folder that `save` wrote. Raises UnsupportedError if it holds
-        none."""
+        """Read an index that `save` wrote. Raises UnsupportedError if there is none."""
         folder = Path(folder)
         about = read_json(folder / CONFIG)
         if about is None or about.get("format") != FORMAT:
@@ -234,8 +230,7 @@ HIDDEN = -1e30  # score of a page that a query does not see: finite, for rows wi
 
 
 class Taught(NamedTuple):
-    """A training example of an index: one page of queries, and the keys of the pages chosen for
-    it."""
+    """A training example of an index: one page of queries, and the keys of its chosen pages."""
 
     q: Tensor  # [B, H, Q, D]
     k: Tensor  # [B, Hk, n, P, D], of the chosen pages
@@ -248,11 +243,9 @@ class Taught(NamedTuple):
 def lesson(
     call: SparseCall, q: Tensor, lse: Tensor, choice: Tensor, number: int, k: Tensor
 ) -> Taught:
-    """Return the training example for page `number` of a chunk's queries.
-
-    Shapes: q [B, H, C, D], its lse over all visible keys [B, H, C], choice [B, Hk, M, n], keys k
-    [T, B, Hk, D] before the chunk.
-    """
+    """Return the training example for page `number` of a chunk's queries q [B, H, C, D]: lse [B, H,
+    C] is over all visible keys, choice is [B, Hk, M, n], and k [T, B, Hk, D] lies before the
+    chunk."""
     (batch, heads), page = choice.shape[:2], call.far.page
     span = slice(number * call.far.query_tokens, (number + 1) * call.far.query_tokens)
     pages = choice[:, :, number].long()
@@ -292,8 +285,7 @@ def _mass(taught: Taught) -> Tensor:
 
 
 def _stacked(x: Tensor, kv_heads: int) -> Tensor:
-    """Stack the query heads that share a key head, [B, H, Q, ...] -> [B, Hk, r * Q, ...], so that
-    keys are read once."""
+    """Stack the query heads that share a key head, [B, H, Q, ...] -> [B, Hk, r * Q, ...]."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
@@ -392,8 +384,7 @@ class _Moments:
         return cls(group, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1], k.mean(1, keepdim=True))
 
     def add(self, other: Self) -> None:
-        """Add the moments of another reading of the text; `principal` divides the sums to get
-        means."""
+        """Add another reading's moments; `principal` divides the sums to get means."""
         self.queries += other.queries
         self.keys += other.keys
         self.key += other.key
@@ -409,8 +400,7 @@ class _Moments:
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return square roots of symmetric matrices [n, D, D], and inverse roots on their nonzero
-    directions."""
+    """Return roots of symmetric matrices [n, D, D], and inverse roots on nonzero directions."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)
@@ -418,6 +408,5 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Return the selector `function`; if `selector` is an index, the index with `function` to
-    choose from its votes."""
+    """Return `function` as selector; if `selector` is an index, it reads the index's votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

@@ -51,8 +51,7 @@ from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
-    """Kernel arguments: the pages that each query page reads (`PageTable`), and each query's first
-    visible key."""
+    """Kernel arguments: the pages that each query page reads, and queries' first visible keys."""
 
     choice: Any  # [B, Hk, M, k]
     slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
@@ -61,8 +60,7 @@ class PageReads(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Kernel arguments: the query pages that read each page (`Inverse`), and each query's first
-    visible key."""
+    """Kernel arguments: the query pages that read each page, and queries' first visible keys."""
 
     query_pages: Any
     pages: Any
@@ -164,8 +162,7 @@ class PageTable:
 
     @cached_property
     def inverse(self) -> Inverse:
-        """The query pages that visit each page, from one stable sort, without making the CPU
-        wait."""
+        """The query pages that visit each page, by one stable sort on the device."""
         batch, kv_heads, query_pages, chosen = self.choice.shape
         rows, slots = batch * kv_heads, self.slot_count
         device = self.choice.device
@@ -198,8 +195,7 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError if `wrong` is true on a CPU; on a GPU, let the device fail when it
-    gets there."""
+    """Raise UnsupportedError if `wrong` is true on a CPU; a GPU fails later, without a wait."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -232,7 +228,7 @@ class PageGradients(NamedTuple):
 def supports(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
 ) -> bool:
-    """Return whether `attend_pages` supports such heads on this device."""
+    """Return whether the Triton kernels support such heads on this device."""
     if softcap is not None or dtype not in DTYPES or find_spec("triton") is None:
         return False
     if head_dim != value_dim or head_dim % 8 or not 8 <= head_dim <= 256:
@@ -312,8 +308,7 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """Yield a backward's three launches: values per query for the others (`rows`, [B, H, C, 4]
-    fp32); dQ; dK and dV."""
+    """Yield a backward's launches: `rows` [B, H, C, 4] fp32, for the others; dQ; dK and dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
@@ -381,14 +376,12 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
 
 
 def _warps(shape: PageShape, tile: PageTile) -> int:
-    """Return the number of warps for a tile, at least 16 rows each: more would compute the same
-    rows twice."""
+    """Return the warps for a tile, at least 16 rows each: more would compute rows twice."""
     shrunk = shape.tile_queries < tile.queries
     return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 
 
 def _query_grid(call: PagedCall, q: Tensor, tile: PageTile) -> tuple[int, int]:
-    """Return the launch grid of kernels over queries: (tiles of all query pages, B * Hk)."""
     shape = _shape(call, q, tile)
     batch, kv_heads, query_pages, _ = call.table.choice.shape
     tiles = -(-shape.group * shape.query_page // shape.tile_queries)
@@ -591,8 +584,7 @@ class TritonFar:
         return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
-        """Return the call for one slab's copied pages: entries of the choice in other slabs become
-        -1."""
+        """Return the call for a slab's copies: the choice's entries in other slabs become -1."""
         slots = slab.units.index.int().contiguous()
         here = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page
@@ -606,7 +598,6 @@ class TritonFar:
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:
-    """View a slab's copies [U, P, D] as a buffer [U * P, B, Hk, D] that all rows and heads
-    share."""
+    """View a slab's copies [U, P, D] as a buffer [U * P, B, Hk, D] for all rows and heads."""
     rows, heads = choice.shape[:2]
     return of_units.flatten(0, 1)[:, None, None].expand(-1, rows, heads, -1)

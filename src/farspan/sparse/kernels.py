@@ -43,8 +43,7 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return the addresses [rows, parts[part]] of one part of vectors at `offset` + row, and their
-    mask."""
+    """Return addresses [rows, parts[part]] of a part of vectors at `offset` + row, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -87,8 +86,7 @@ def _place(x, batch, kv_head, heads):
 
 @triton.jit
 def _rows_of_program(sizes, shape: tl.constexpr):
-    """Return the rows, query page, batch row and key-value head of a program of the forward or dQ
-    kernel."""
+    """Return a forward or dQ program's rows, query page, batch row and key-value head."""
     rows: tl.constexpr = shape.group * shape.query_page
     tiles: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     tile, query_page = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -99,8 +97,7 @@ def _rows_of_program(sizes, shape: tl.constexpr):
 
 @triton.jit
 def _entries(table, query_page, sizes):
-    """Return the first entry of the choice that a program's query page reads, and the number of
-    entries."""
+    """Return the first entry of the choice that a query page reads, and the number of entries."""
     row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
     first, count = row * _size(sizes.chosen), _size(sizes.chosen)
     if table.runs is not None:
@@ -121,8 +118,7 @@ def _chosen_page(table, entry):
 
 @triton.jit
 def _keys_of(page, slot, tile, sizes, shape: tl.constexpr):
-    """Return the first token of a tile of a page, in the sequence and in the buffer, and a mask of
-    its keys."""
+    """Return a page tile's first token, in the sequence and in the buffer, and a mask of keys."""
     first = tile * shape.tile_keys
     count = tl.where(page < 0, 0, tl.minimum(shape.page, _size(sizes.tokens) - page * shape.page))
     fits = tl.arange(0, shape.tile_keys) < count - first
@@ -137,8 +133,7 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 @triton.jit
 def _product(a, b, start):
-    """Return a @ b.T, added to `start` if given. fp32 sums begin at 0 and add `start` last: their
-    use is to check last bits."""
+    """Return a @ b.T, added to `start` if given; fp32, used to check last bits, adds it last."""
     late: tl.constexpr = start is not None and a[0].dtype == tl.float32
     product = None if late else start
     for part in tl.static_range(len(a)):
@@ -150,7 +145,6 @@ def _product(a, b, start):
 
 @triton.jit
 def _zeros(rows: tl.constexpr, tile):
-    """Return zero sums [rows, width], fp32, for each part of a tile's vectors."""
     return [tl.full([rows, part.shape[1]], 0.0, tl.float32) for part in tile]
 
 
@@ -256,7 +250,6 @@ def _row_values(rows, offset, row, fits):
 
 @triton.jit
 def _load_both(x, y, batch, kv_head, head, token, fits, shape: tl.constexpr):
-    """Load the same rows from two tensors of queries."""
     place, rows = _place(x, batch, kv_head, shape.group), head * x.head + token * x.token
     x_tile = _load(x, place, rows, fits, shape)
     place, rows = _place(y, batch, kv_head, shape.group), head * y.head + token * y.token
@@ -345,8 +338,7 @@ def _rows_of_tile(step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_from(x, place, head, token, shape: tl.constexpr):
-    """Return the offset of a tile's first row; if a tile spans query pages, one offset for each
-    row."""
+    """Return the offset of a tile's first row, or one per row if it spans query pages."""
     at = place + tl.cast(head, tl.int64) * x.head + tl.cast(token, tl.int64) * x.token
     if shape.group * shape.query_page < shape.tile_queries:
         at = at[:, None]
@@ -451,8 +443,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 
 @triton.jit
 def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
-    """Return the page that each column of votes is for; columns beyond the last get a page after
-    all others."""
+    """Return the page of each column of votes; beyond the last column, a page after all others."""
     page = column
     if superpages is not None:
         each = _size(sizes.columns) // shape.superpage

@@ -56,8 +56,7 @@ class PagesProblem:
         return partial(attend_pages_backward, self.call, queries, self.k, self.v, totals)
 
     def vote(self) -> tuple[float, Call]:
-        """Return the FLOP of the votes for pages, per query head, and the call that computes
-        them."""
+        """Return the FLOP of votes for pages, per query head, and the call that computes them."""
         sparse, page = Sparse(), self.call.table.page
         means = mean_keys(self.k, sparse.mean_tokens).permute(1, 2, 0, 3).contiguous()
         pages, call = range(self.k.shape[0] // page), FarCall(self.call.scale, page)

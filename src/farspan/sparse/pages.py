@@ -50,16 +50,14 @@ class Units:
         return len(self.pages)
 
     def places(self, page: int, batch: int, heads: int) -> Tensor:
-        """Return where the units' tokens lie, [U * P]: row numbers of a buffer [T, B, Hk, D] viewed
-        as [T * B * Hk, D]. One `index_select` by them is 2.5 times as fast as indexing three
-        dimensions."""
+        """Return the units' row numbers, [U * P], in a buffer [T, B, Hk, D] viewed as [T * B * Hk,
+        D]: one `index_select` is 2.5 times as fast as indexing three dimensions."""
         token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
         token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
         return token.flatten()
 
     def slabs(self, most_units: int) -> Iterator["Units"]:
-        """Yield the units in slabs of at most `most_units`, in order; nothing if there are no
-        units."""
+        """Yield the units in slabs of at most `most_units`, in order; nothing without units."""
         if 0 < len(self) <= most_units:
             yield self
             return
@@ -128,33 +126,26 @@ class Pages(KeyValues, Protocol):
     """Keys and values before a chunk, read by block or by chosen page, and their gradients."""
 
     def representatives(self, pages: range) -> Tensor:
-        """Return the mean keys of these pages [B, Hk, n * R, D], R per page, in the dtype of
-        keys."""
+        """Return the mean keys of these pages [B, Hk, n * R, D], R per page, in their dtype."""
 
     def begin(self, choice: Tensor) -> None:
-        """Announce the choice [B, Hk, M, k] whose pages are read next, so that they can be fetched
-        ahead."""
+        """Announce the choice [B, Hk, M, k] whose pages are read next, to fetch them ahead."""
 
     def resident(self) -> Resident | None:
-        """Return all pages for a kernel to read in place; None if they must be copied by
-        `slabs`."""
+        """Return all pages to read in place; None if they must be copied by `slabs`."""
 
     def slabs(self) -> Iterator[Slab]:
-        """Yield the announced pages slab by slab, in order; a slab is valid until the next is
-        requested."""
+        """Yield the announced pages in slabs, in order; each is valid until the next one."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Return zeroed tensors for a slab's dK [U, P, D] and dV [U, P, Dv], in the accumulate
-        dtype."""
+        """Return zeros for a slab's dK [U, P, D] and dV [U, P, Dv], in the accumulate dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
-        """Add a slab's dK and dV, accumulated in the tensors from `sums`, to the totals of its
-        pages."""
+        """Add a slab's dK and dV, accumulated in `sums`, to the totals of its pages."""
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:
-    """Return the mean of each run of `tokens` keys, [n, B, Hk, D], for k [T, B, Hk, D]; a last,
-    shorter run is left out."""
+    """Return the means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], less a rest."""
     whole = k.shape[0] // tokens
     parts = k[: whole * tokens].unflatten(0, (whole, tokens))
     return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
@@ -187,8 +178,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return a mask of the columns whose page no query sees, bool [B, 1 or Hk, M, n or S *
-        16]."""
+        """Return a mask of columns whose page no query sees: bool [B, 1 or Hk, M, n or S * 16]."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -206,8 +196,7 @@ class Candidates:
         return columns + self.pages.start if pages is None else pages.gather(3, columns)
 
     def spread(self, votes: Tensor) -> Tensor:
-        """Return votes with a column for every candidate, [B, Hk, M, n]: 0 for pages not
-        compared."""
+        """Return votes with columns for all candidates, [B, Hk, M, n]: 0 if not compared."""
         pages = self.columns()
         if pages is None:
             return votes
@@ -270,8 +259,7 @@ def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, sli
 
 
 def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> Tensor | None:
-    """Return a mask [B, 1, 1, t, n] of the pages that end before the document of each query
-    begins."""
+    """Return a mask [B, 1, 1, t, n] of the pages that end before a query's document begins."""
     if documents is None:
         return None
     number = torch.arange(pages.start, pages.stop, device=documents.device)
@@ -279,8 +267,7 @@ def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> T
 
 
 def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of about `most` tokens to compare at one time: whole pages of queries, or parts
-    of one."""
+    """Yield spans of about `most` tokens to compare at once: pages of queries, or parts of one."""
     whole = max(1, most // page) * page
     step = whole if UNDIVIDED * most >= page else max(LEAST, most)
     for first in range(0, tokens, whole):
@@ -300,8 +287,7 @@ def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | 
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
-    """Return the scores [B, h, r, t, n] of queries for pages: for each page the largest over its
-    keys."""
+    """Return the scores [B, h, r, t, n] of queries for pages: each page's largest over keys."""
     # The heads of a group stacked: their keys are read once, not copied for each.
     scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
     return scores.unflatten(4, (-1, each)).amax(5) if each > 1 else scores
@@ -360,8 +346,7 @@ def largest_scores(
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
-    """Return the `count` superpages with the largest scores [B, Hk, M, N], as ascending numbers,
-    int32 [B, Hk, M, count]."""
+    """Return the superpages of largest scores [B, Hk, M, N]: int32 [B, Hk, M, count], rising."""
     found = Candidates(range(scores.shape[3]))
     return take_most(scores, found, _everywhere(count, scores), count)
 
@@ -374,8 +359,7 @@ def vote_refined(
     documents: Tensor | None,
     candidates: Candidates,
 ) -> Tensor:
-    """Return votes as `vote` does, for the pages of the ranked superpages alone, [B, Hk, M, S *
-    16]."""
+    """Return votes as `vote` does, for the pages of ranked superpages alone, [B, Hk, M, S * 16]."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -424,8 +408,7 @@ def _refined_scores(
 
 
 def _everywhere(count: int, votes: Tensor) -> Tensor:
-    """Return a scalar tensor, filled on the device: torch.tensor would wait for a copy from the
-    CPU."""
+    """Return a scalar tensor, filled on the device: torch.tensor would wait for a copy."""
     return torch.full((), count, device=votes.device)
 
 
@@ -484,8 +467,7 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Chooses pages by a user's function of the votes, and checks the answer: page numbers in any
-    order, -1 for none."""
+    """Chooses pages by a user's function: page numbers in any order, -1 for none; checks them."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 

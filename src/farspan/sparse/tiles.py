@@ -12,8 +12,7 @@ from farspan.spec import SUPERPAGE
 
 @dataclass(frozen=True, slots=True)
 class PageTile:
-    """The tile size of one kernel (rows of queries by keys of a page), with its warps and
-    stages."""
+    """The tile of one kernel, rows of queries by keys of a page, with its warps and stages."""
 
     queries: int  # rows, a power of two, 16 or more
     keys: int  # a power of two, 16 or more
@@ -46,8 +45,7 @@ class PageShape(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Sizes that the kernels take as arguments: those that change from chunk to chunk are `veiled`;
-    heads and scale do not change."""
+    """Sizes that the kernels take as arguments; `veiled`, except for heads and scale."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
@@ -114,8 +112,7 @@ ROW = 16  # bytes per query that a backward reads, without vectors
 
 
 def tile_edge(size: int) -> int:
-    """Return the tile edge for `size` rows of a matrix product: the next power of two, at least
-    16."""
+    """Return the tile edge for `size` rows of a product: the next power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -128,8 +125,7 @@ def parts_of(head_dim: int) -> tuple[int, ...]:
 
 
 def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
-    """Return the tile sizes for a GPU's compute capability, a head size and the bytes per
-    element."""
+    """Return the tiles for a GPU's compute capability, a head size and the bytes per element."""
     if itemsize > 2:
         return FULL_PRECISION
     return TILES[max(one for one in TILES if one <= capability)][max(64, tile_edge(head_dim))]
