@@ -656,8 +656,8 @@ ALLOCATORS = (
     ),
     Fault(
         "placement: the higher of two orders is kept",
-        "if best is None or found.height < best.height:",
-        "if best is None or found.height > best.height:",
+        "if best is None or placement.height < best.height:",
+        "if best is None or placement.height > best.height:",
         ("packages/farspan-memory/tests/memory/test_greedy.py",),
     ),
     Fault(

@@ -81,8 +81,8 @@ TRUST = (
     ),
     Fault(
         "report: a curve loses its last point",
-        "kept = {round(place * (many - 1) / (POINTS - 1)) for place in range(POINTS)}",
-        "kept = {place * many // POINTS for place in range(POINTS)}",
+        "indices = {round(place * (many - 1) / (POINTS - 1)) for place in range(POINTS)}",
+        "indices = {place * many // POINTS for place in range(POINTS)}",
         ("tests/report/test_run.py::test_a_long_curve_is_thinned_and_keeps_its_ends",),
     ),
     Fault(
@@ -382,8 +382,8 @@ TRUST = (
     ),
     Fault(
         "losses: of replicas one tells its own",
-        "found = self.ctx.world.gather_replicas([own])",
-        "found = [own]",
+        "gathered = self.ctx.world.gather_replicas([local])",
+        "gathered = [local]",
         ("tests/train/test_losses.py::test_ranks_train_as_one_process_does",),
     ),
     Fault(
@@ -430,7 +430,7 @@ TRUST = (
     ),
     Fault(
         "sparse: an index of another model is told by the first step",
-        "found.refuse_misfit(layers, given.index_dim)",
+        "index.refuse_misfit(layers, config.index_dim)",
         "pass",
         (f"{OF_RUN}test_is_told_before_text_is_read",),
     ),

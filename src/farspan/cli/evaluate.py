@@ -281,17 +281,17 @@ def subject_of(
     else:
         refuse_absent("model", path)
     source, adapters = with_base(source)
-    found = load_config(**source.origin())
-    own = str(getattr(found, "dtype", None) or "float32").removeprefix("torch.")
-    own = "bfloat16" if own == "float16" else own
-    own = own if run is None else run.model.dtype.value
-    own = product_dtype(source, checked_dtype(dtype or own))
+    config = load_config(**source.origin())
+    computed = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    computed = "bfloat16" if computed == "float16" else computed
+    computed = computed if run is None else run.model.dtype.value
+    computed = product_dtype(source, checked_dtype(dtype or computed))
     words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
     context = 8192 if run is None else run.context
     attention = None if run is None else run.sparse
     if attention is not None and attention.index is not None:  # the exported model has a copy
         attention = replace(attention, index=str(folder / "model" / INDEX_FOLDER))
-    return Subject(source, getattr(torch, own), adapters, words, schedule, attention, context)
+    return Subject(source, getattr(torch, computed), adapters, words, schedule, attention, context)
 
 
 def product_dtype(source: ModelConfig, dtype: str) -> str:
@@ -430,28 +430,28 @@ def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
 # -- output ---------------------------------------------------------------------------------------
 
 
-def show_evaluation(found: TextEvaluation) -> None:
+def show_evaluation(result: TextEvaluation) -> None:
     """Print an evaluation as tables and a summary."""
     table = lines_table("loss by position", "tokens before", "predicted", "loss", "perplexity")
-    for part in found.ranges:
+    for part in result.ranges:
         span = f"{write_tokens(part.begin)} to {write_tokens(part.end)}"
         table.add_row(span, f"{part.tokens:,}", f"{part.loss:.4f}", f"{math.exp(part.loss):,.2f}")
     show(table)
     table = lines_table("documents", "", "predicted", "loss", "perplexity")
-    for read in found.documents[:SHOWN]:
+    for read in result.documents[:SHOWN]:
         table.add_row(read.name, f"{read.tokens:,}", f"{read.loss:.4f}", f"{read.perplexity:,.2f}")
     show(table)
-    if len(found.documents) > SHOWN:
-        show(f"and {len(found.documents) - SHOWN:,} more documents (--json has all)")
-    if found.needles:
-        show_needles(found.needles)
-    if found.cut:
-        are = f"{write_number(found.cut, 'document')} {'is' if found.cut == 1 else 'are'}"
+    if len(result.documents) > SHOWN:
+        show(f"and {len(result.documents) - SHOWN:,} more documents (--json has all)")
+    if result.needles:
+        show_needles(result.needles)
+    if result.cut:
+        are = f"{write_number(result.cut, 'document')} {'is' if result.cut == 1 else 'are'}"
         show(f"{are} longer than the context and evaluated only up to its length")
-    how = "" if found.schedule.sparse is None else ", with sparse attention, an approximation"
+    how = "" if result.schedule.sparse is None else ", with sparse attention, an approximation"
     show(
-        f"{found.tokens:,} tokens in {found.dtype}: loss {found.loss:.4f}, perplexity "
-        f"{math.exp(found.loss):,.2f}{how}"
+        f"{result.tokens:,} tokens in {result.dtype}: loss {result.loss:.4f}, perplexity "
+        f"{math.exp(result.loss):,.2f}{how}"
     )
 
 

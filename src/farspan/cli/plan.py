@@ -164,8 +164,7 @@ def _drawn(answer: PlanAnswer, name: str) -> Plan:
 
 
 def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
-    """Write an HTML page with the answer and all considered plans. Raises UnsupportedError if the
-    folder does not exist."""
+    """Write an HTML page with all considered plans. Raises UnsupportedError without the folder."""
     longest, first = answer.longest, answer.plan
     found = PageOf((), words=answer.words, command=command)
     if longest is not None:
@@ -461,22 +460,22 @@ def _longest_step(max_step: str | None, max_context: bool) -> float | None:
     return read_seconds(max_step, "max_step")
 
 
-def _answer_for_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
+def _answer_for_model(options: dict[str, Any], max_step: float | None) -> PlanAnswer:
     """Return the answer for a model; if `max_step` is given, for its longest contexts."""
-    if "model" not in given:
+    if "model" not in options:
         raise UnsupportedError("model: give --model NAME, or the run file of farspan train")
-    if "context" not in given and max_step is None:
+    if "context" not in options and max_step is None:
         raise UnsupportedError(
             "context: give --context TOKENS, or --max-context to find the longest"
         )
-    if "sparse" in given:
-        given = {**given, "sparse": read_sparse(given["sparse"])}
+    if "sparse" in options:
+        options = {**options, "sparse": read_sparse(options["sparse"])}
     tell = MeasuringNotes()
-    fields = {"context": 1, **given, "config": given["model"], "progress": tell}
+    fields = {"context": 1, **options, "config": options["model"], "progress": tell}
     del fields["model"]
     request = Request(**fields)
     question, strategies = request.question(), request.strategies()
-    plan = best_plan(question, strategies) if "context" in given else None
+    plan = best_plan(question, strategies) if "context" in options else None
     longest, words = None, tell.words
     if max_step is not None:
         plans = longest_contexts(question, strategies, max_step=max_step)
@@ -538,39 +537,39 @@ def missing_data(run: RunConfig) -> list[str]:
     return notes
 
 
-def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+def with_overrides(run: RunConfig, options: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
     """Return the run with values of command-line options, and notes about dropped values."""
     notes: list[str | None] = []
     model = run.model
-    if "dtype" in given:
-        model = replace(model, dtype=DType(dtype_name(given["dtype"])))
-    if "lora" in given:
-        model = replace(model, lora=_lora(given["lora"]))
-    if "quantize" in given:
-        model = replace(model, quantize=convert(Quantization, given["quantize"], "quantize"))
-    run = replace(run, model=model, batch=given.get("batch", run.batch))
-    if "context" in given:
-        run = replace(run, context=read_tokens(given["context"], "context"))
-    if "strategy" in given:
-        run, note = with_strategy(run, given["strategy"])
+    if "dtype" in options:
+        model = replace(model, dtype=DType(dtype_name(options["dtype"])))
+    if "lora" in options:
+        model = replace(model, lora=_lora(options["lora"]))
+    if "quantize" in options:
+        model = replace(model, quantize=convert(Quantization, options["quantize"], "quantize"))
+    run = replace(run, model=model, batch=options.get("batch", run.batch))
+    if "context" in options:
+        run = replace(run, context=read_tokens(options["context"], "context"))
+    if "strategy" in options:
+        run, note = with_strategy(run, options["strategy"])
         notes.append(note)
-    if "disk" in given:
-        run = replace(run, optimizer=replace(run.optimizer, disk=given["disk"]))
-    if "weights" in given:
-        own = None if given["weights"] == AUTO else given["weights"]
+    if "disk" in options:
+        run = replace(run, optimizer=replace(run.optimizer, disk=options["disk"]))
+    if "weights" in options:
+        own = None if options["weights"] == AUTO else options["weights"]
         weights = convert(Tier | None, own, "weights")
         schedule = replace(run.schedule, weights=weights, weight_gradients=None)
         run = replace(run, schedule=schedule)
-    if "sparse" in given:
-        run, note = with_sparse(run, read_sparse(given["sparse"]))
+    if "sparse" in options:
+        run, note = with_sparse(run, read_sparse(options["sparse"]))
         notes.append(note)
     return run, [note for note in notes if note is not None]
 
 
 def without_fields(run: RunConfig) -> list[str]:
     """Return a note about fields of the run's schedule, which --max-context ignores, if any."""
-    given = ", ".join(replace(run.schedule, weights=None).given())
-    return [f"--max-context ignores these fields of the schedule: {given}"] if given else []
+    ignored = ", ".join(replace(run.schedule, weights=None).given())
+    return [f"--max-context ignores these fields of the schedule: {ignored}"] if ignored else []
 
 
 def _lora(rank: int) -> LoraConfig | None:
@@ -585,14 +584,16 @@ def _lora(rank: int) -> LoraConfig | None:
 DATA, TEACHER = "DATA.jsonl", "TEACHER"  # placeholders for the user's values
 
 
-def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> list[str]:
+def write_run(
+    path: Path, answer: PlanAnswer, options: Mapping[str, Any], command: str
+) -> list[str]:
     """Write a run file that trains as planned, and return lines that say how to go on. Raises
     UnsupportedError for a plan that no run file can express."""
     plan = answer.chosen()
     if plan is None or not plan.fits:
         return [f"{path}: not written, because no plan fits; see the changes above"]
     question = plan.question
-    values = run_of_model(plan, given) if answer.planned is None else changed(answer.planned)
+    values = run_of_model(plan, options) if answer.planned is None else changed(answer.planned)
     if values.get("folder") == f"runs/{Path(command.split()[2]).stem}":
         del values["folder"]  # each file has its own folder
     tokens = question.run.tokens
@@ -617,7 +618,7 @@ STATES = {Optimizer.ADAMW: "device", Optimizer.ADAMW8BIT: "8bit"}
 STATES |= {Optimizer.HOST: "host", Optimizer.DISK: "disk"}
 
 
-def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+def run_of_model(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return run-file values for a planned model, without its context and placement. Raises
     UnsupportedError for values that no run file can express."""
     question = plan.question
@@ -626,25 +627,25 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
             "write: a run file needs an optimizer, not --optimizer none; leave it out, or in your "
             "own loop use farspan.Step(model, farspan.plan(..., optimizer='none').schedule)"
         )
-    name, revision = split_revision(given["model"])
+    name, revision = split_revision(options["model"])
     model: dict[str, Any] = {"path": hub_name("model", name), "dtype": question.dtype}
     model |= {} if revision is None else {"revision": revision}
-    model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
+    model |= {"lora": {"rank": options["lora"]}} if options.get("lora") else {}
     model |= {"quantize": Quantization.NF4.value} if question.nf4 else {}
     longest = question.longest()
     if longest and question.run.tokens > longest and not question.learned_positions():
         stretched = load("farspan.train.plan_run", "stretched_by")
-        model |= {"overrides": stretched(given["model"], question.run.tokens)}
-    values: dict[str, Any] = {"model": model, "data": {"path": given.get("data", DATA)}}
+        model |= {"overrides": stretched(options["model"], question.run.tokens)}
+    values: dict[str, Any] = {"model": model, "data": {"path": options.get("data", DATA)}}
     if question.loss.is_cut:
         values |= {"loss": changed(loss := loss_of_run(question.loss))}
         values["data"] |= {"format": RecordFormat.PREFERENCE.value} if loss.paired else {}
     values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
-    values |= {"margin": given["margin"]} if "margin" in given else {}
+    values |= {"margin": options["margin"]} if "margin" in options else {}
     values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}
     if question.sparse is not None:
         values["sparse"] = changed(SparseConfig().over(question.sparse))
-    values["optimizer"] = {"disk": given["disk"]} if "disk" in given else {}
+    values["optimizer"] = {"disk": options["disk"]} if "disk" in options else {}
     return values
 
 

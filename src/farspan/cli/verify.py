@@ -267,9 +267,9 @@ def ranks_note(run: RunConfig | None) -> str | None:
 
 def packed_note(model: Any, asked: str) -> str | None:
     """Return a note if the model computes in another dtype than the requested one."""
-    found = str(model.dtype).removeprefix("torch.")
-    where = f"dtype: {found} replaces {asked}, which quantised weights do not support"
-    return None if found == asked else where
+    used = str(model.dtype).removeprefix("torch.")
+    where = f"dtype: {used} replaces {asked}, which quantised weights do not support"
+    return None if used == asked else where
 
 
 def replace_attention(

@@ -245,20 +245,21 @@ def show_outcome(outcome: Verification) -> None:
         show_approximation(outcome.sparse)
 
 
-def show_approximation(found: Approximation) -> None:
+def show_approximation(result: Approximation) -> None:
     """Print by layer how far sparse gradients are from dense ones (OOMB's figure 7)."""
-    modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
+    modules = list(dict.fromkeys(name for errors in result.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
-    title = f"APPROXIMATE: {title}" if found.hides else f"nothing is hidden: {title}"
+    title = f"APPROXIMATE: {title}" if result.hides else f"nothing is hidden: {title}"
     table = Table("layer", *(Column(name, overflow="fold") for name in modules), title=title)
-    for layer, errors in found.dense_error.items():
+    for layer, errors in result.dense_error.items():
         table.add_row(layer, *(f"{errors[m]:.1e}" if m in errors else "" for m in modules))
     show(table)
     show(
-        f"{sparse_words(found.pages, hides=found.hides)}; {found.selector}\nrelative error against "
-        f"dense attention: all gradients {found.gradient_error:.2e}, loss {found.loss_error:.2e}"
+        f"{sparse_words(result.pages, hides=result.hides)}; {result.selector}\nrelative error "
+        f"against dense attention: all gradients {result.gradient_error:.2e}, "
+        f"loss {result.loss_error:.2e}"
     )
-    if not found.hides:
+    if not result.hides:
         show(
             "nothing is hidden at this length, so this is dense attention: give a longer --context "
             "or a smaller budget to see the error"
@@ -311,18 +312,18 @@ def compare_and_tell(
     tell = partial(print, file=sys.stderr, flush=True)
     whole_tokens(context, schedule)  # before the long work
     tell(f"reading {ids.numel():,} tokens with dense attention")
-    found = kept_masses(model, ids, schedule, seed, index)
+    masses = kept_masses(model, ids, schedule, seed, index)
     if not in_json:
-        show_masses(found)
-    budget = found.judged()
+        show_masses(masses)
+    budget = masses.judged()
     where = f"at budget={write_tokens(budget)}"
     losses = sparse_losses(
         model, ids, schedule, budget, seed, index, lambda name: tell(f"loss {where}: {name}")
     )
     if in_json:
-        print(json.dumps(found.to_json() | {"loss_budget": budget, "losses": losses}))
+        print(json.dumps(masses.to_json() | {"loss_budget": budget, "losses": losses}))
         return
-    for line in kept_words(found, budget, losses):
+    for line in kept_words(masses, budget, losses):
         show(line)
 
 
@@ -372,77 +373,77 @@ def tokens_of(
     return torch.from_numpy(ids[: rows * context].astype(np.int64)).view(rows, context)
 
 
-def show_masses(found: KeptMass) -> None:
+def show_masses(masses: KeptMass) -> None:
     """Print how much of dense attention each selector and budget keeps, as a table."""
-    columns = [name for chooser in found.names for name in (chooser, "worst (layer)")]
+    columns = [name for chooser in masses.names for name in (chooser, "worst (layer)")]
     title = (
-        f"attention mass seen by {found.queries:,} queries of the last chunk, "
-        f"{write_tokens(found.own)} of {found.tokens:,} tokens"
+        f"attention mass seen by {masses.queries:,} queries of the last chunk, "
+        f"{write_tokens(masses.own)} of {masses.tokens:,} tokens"
     )
     table = lines_table(title, "budget", "pages", *columns)
-    for place, budget in enumerate(found.budgets):
+    for place, budget in enumerate(masses.budgets):
         cells = []
-        for name in found.names:
-            least, layer = found.worst(name, place)
-            cells += [f"{found.mean(name, place):.3f}", f"{least:.3f} ({layer})"]
-        table.add_row(write_tokens(budget), f"{budget // found.sparse.page:,}", *cells)
+        for name in masses.names:
+            least, layer = masses.worst(name, place)
+            cells += [f"{masses.mean(name, place):.3f}", f"{least:.3f} ({layer})"]
+        table.add_row(write_tokens(budget), f"{budget // masses.sparse.page:,}", *cells)
     show(table)
 
 
-def kept_words(found: KeptMass, budget: int, losses: dict[str, float]) -> list[str]:
+def kept_words(masses: KeptMass, budget: int, losses: dict[str, float]) -> list[str]:
     """Return conclusions from the table of `show_masses`, one sentence per line, and options to
     type. `losses` are the losses at this budget, by selector."""
-    lines = [_in_the_whole_model(found), _in_every_layer(found)]
-    if found.others:
+    lines = [_in_the_whole_model(masses), _in_every_layer(masses)]
+    if masses.others:
         lines.append(
-            f"{found.others} other layers have a window or no attention: sparse attention does not "
-            "change them"
+            f"{masses.others} other layers have a window or no attention: sparse attention does "
+            "not change them"
         )
-    dense = found.dense_loss
+    dense = masses.dense_loss
     by_name = ", ".join(
         f"{_chooser(n)} {loss:.4f} ({loss - dense:+.4f})" for n, loss in losses.items()
     )
     lines.append(
-        f"loss of the last {found.tokens // LAST:,} tokens: dense {dense:.4f}; at "
+        f"loss of the last {masses.tokens // LAST:,} tokens: dense {dense:.4f}; at "
         f"budget={write_tokens(budget)} in all layers and for all tokens: {by_name}"
     )
-    return [*lines, *_what_to_type(found)]
+    return [*lines, *_what_to_type(masses)]
 
 
-def _in_the_whole_model(found: KeptMass) -> str:
-    name, everything = found.best(), found.budgets[-1]
-    budget, where = found.enough(name), "in the whole model (the mean over its layers)"
+def _in_the_whole_model(masses: KeptMass) -> str:
+    name, everything = masses.best(), masses.budgets[-1]
+    budget, where = masses.enough(name), "in the whole model (the mean over its layers)"
     if budget == 0:
         return (
-            f"without any page, sparse attention sees {found.mean(name, 0):.3f} of dense attention "
-            f"{where}: sinks, recent tokens and the chunk's own are enough for {ENOUGH}"
+            f"without any page, sparse attention sees {masses.mean(name, 0):.3f} of dense "
+            f"attention {where}: sinks, recent tokens and the chunk's own are enough for {ENOUGH}"
         )
     others = ", ".join(
-        f"{_chooser(other)} {_need(found, found.enough(other), '')}"
-        for other in found.names
+        f"{_chooser(other)} {_need(masses, masses.enough(other), '')}"
+        for other in masses.names
         if other != name
     )
     if budget == everything:
         return (
             f"no selector keeps {ENOUGH} of dense attention {where} with fewer than all "
-            f"{found.pages:,} pages: attention is spread over the whole text"
+            f"{masses.pages:,} pages: attention is spread over the whole text"
         )
     return (
-        f"{name} keeps {ENOUGH} of dense attention {where} with {_need(found, budget)}, "
-        f"{budget // found.sparse.page:,} of {found.pages:,} pages; others need: {others}"
+        f"{name} keeps {ENOUGH} of dense attention {where} with {_need(masses, budget)}, "
+        f"{budget // masses.sparse.page:,} of {masses.pages:,} pages; others need: {others}"
     )
 
 
-def _in_every_layer(found: KeptMass) -> str:
-    name = found.best()
-    budget, layer = found.enough_everywhere(name)
+def _in_every_layer(masses: KeptMass) -> str:
+    name = masses.best()
+    budget, layer = masses.enough_everywhere(name)
     if budget == 0:
         return f"this holds in every layer; layer {layer} sees the least attention"
-    return f"layer {layer} needs the most pages: {_need(found, budget)} with {name}"
+    return f"layer {layer} needs the most pages: {_need(masses, budget)} with {name}"
 
 
-def _what_to_type(found: KeptMass) -> list[str]:
-    advised, sparse = found.advised(), found.sparse
+def _what_to_type(masses: KeptMass) -> list[str]:
+    advised, sparse = masses.advised(), masses.sparse
     if advised is None:
         page, recent = max(1, sparse.page // 2), 2 * sparse.recent or sparse.page
         more = replace(sparse, page=page, recent=recent, budget=page * (Sparse().budget // page))
@@ -452,20 +453,20 @@ def _what_to_type(found: KeptMass) -> list[str]:
             "with dense attention (--sparse off)"
         ]
     lines = [f"to train with this: --sparse {write_sparse(advised)}"]
-    every = found.enough_everywhere(found.best())[0]
-    if advised.budget < every < found.budgets[-1]:
+    every = masses.enough_everywhere(masses.best())[0]
+    if advised.budget < every < masses.budgets[-1]:
         lines.append(
             f"to do so in every layer: --sparse {write_sparse(replace(advised, budget=every))}"
         )
     lines.append(
-        f"this holds for {write_tokens(found.tokens)} tokens; longer sequences have more pages to "
+        f"this holds for {write_tokens(masses.tokens)} tokens; longer sequences have more pages to "
         "choose from, so use the --context that you train with"
     )
     return lines
 
 
-def _need(found: KeptMass, budget: int, before: str = "budget=") -> str:
-    return "all pages" if budget == found.budgets[-1] else f"{before}{write_tokens(budget)}"
+def _need(masses: KeptMass, budget: int, before: str = "budget=") -> str:
+    return "all pages" if budget == masses.budgets[-1] else f"{before}{write_tokens(budget)}"
 
 
 def _chooser(name: str) -> str:

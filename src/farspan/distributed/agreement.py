@@ -29,8 +29,7 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Facts compared by a digest computed earlier, and a function that puts them into words if they
-    differ."""
+    """Facts compared by an earlier digest, and a function that describes them if they differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -112,8 +111,7 @@ def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield bytes for a digest: each tensor's description and the elements whose turn it is, see
-    Note: [Contents]."""
+    """Yield bytes to digest: each tensor's form, and its next elements. See Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()

@@ -82,8 +82,8 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
         def gather(self, tensor: Any) -> Any:
             """Gather the tensors of the first rank of each replica, in order."""
 
-            def chosen(found: Tensor) -> Tensor:
-                return found.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
+            def chosen(gathered: Tensor) -> Tensor:
+                return gathered.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
 
             apply = load("accelerate.utils", "recursively_apply")  # accelerate is optional
             return apply(chosen, super().gather(tensor))
@@ -135,10 +135,10 @@ def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
 def cut_what_is_loaded(model: nn.Module) -> None:
     """Make a sharded model's `load_state_dict` keep this rank's part of unsharded weights."""
 
-    def cut(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+    def cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if prefix + name in given:
-                given[prefix + name] = _like(given[prefix + name], parameter)
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = _like(state_dict[prefix + name], parameter)
 
     model.register_load_state_dict_pre_hook(cut)
 
@@ -148,12 +148,12 @@ def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
     its `load_state_dict` accept them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def gathered(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+    def gathered(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
             number: {key: _whole(value) for key, value in state.items()}
-            for number, state in found["state"].items()
+            for number, state in state_dict["state"].items()
         }
-        return {**found, "state": states}
+        return {**state_dict, "state": states}
 
     def cut(_: Any, given: dict[str, Any]) -> dict[str, Any]:
         states = {

@@ -270,10 +270,10 @@ class LongContext:
         if not self._by_values or not names or self.precompute_ref_logps:
             return compute(model, inputs, *args, **keywords)
         asked = self.model if self.ref_model is None else self.ref_model
-        found = zip(names, self.compute_ref_log_probs(asked, inputs), strict=True)
+        references = zip(names, self.compute_ref_log_probs(asked, inputs), strict=True)
         self.precompute_ref_logps = True
         try:
-            return compute(model, {**inputs, **dict(found)}, *args, **keywords)
+            return compute(model, {**inputs, **dict(references)}, *args, **keywords)
         finally:
             self.precompute_ref_logps = False
 
@@ -520,13 +520,13 @@ class _Forward:
         mask = targets[:, :-1] != IGNORED
         assert isinstance(self.head, LogProbs)
         values = self._values(ids, targets, documents)[:, :-1].where(mask[..., None], 0)
-        found = dict(zip(("log_probs", *self.head.statistics), values.unbind(-1), strict=True))
-        if "is_top1" in found:
-            found["is_top1"] = found["is_top1"] != 0
+        outputs = dict(zip(("log_probs", *self.head.statistics), values.unbind(-1), strict=True))
+        if "is_top1" in outputs:
+            outputs["is_top1"] = outputs["is_top1"] != 0
         total = mask.sum().clamp(min=1) if count is None else count
         assert self._function is not None
         output = self._function.__globals__["FusedCausalLMOutput"]
-        return output(loss=-found["log_probs"].sum() / total, label_mask=mask, **found)
+        return output(loss=-outputs["log_probs"].sum() / total, label_mask=mask, **outputs)
 
     def _rewards(self, inputs: dict[str, Any]) -> SequenceClassifierOutputWithPast:
         """Return logits [batch, labels], each at its sequence's last token before padding."""

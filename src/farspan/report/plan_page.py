@@ -185,24 +185,24 @@ class PageOf:
     command: str = ""
 
 
-def plan_page(of: PageOf) -> str:
+def plan_page(page: PageOf) -> str:
     """Return the page as HTML. Raises UnsupportedError if there is no plan to show."""
     longest = sorted(
-        of.longest.values(), key=lambda plan: (-plan.question.run.tokens, plan.seconds.total)
+        page.longest.values(), key=lambda plan: (-plan.question.run.tokens, plan.seconds.total)
     )
-    plans = [*of.plans, *longest]
+    plans = [*page.plans, *longest]
     if not plans:
         raise UnsupportedError("html: no strategy fits at any context, so there is nothing to show")
     first = plans[0]
     data = {
         "about": f"Planned for {first.question.machine.name}; no step was run.",
-        "command": of.command,
+        "command": page.command,
         "machine": _machine(first),
-        "words": list(of.words),
+        "words": list(page.words),
         "plans": [plan_json(plan, place) for place, plan in enumerate(plans)],
-        "longest": len(of.plans),
-        "max_step": of.max_step,
-        "without": [name for name in of.strategies if name not in of.longest],
+        "longest": len(page.plans),
+        "max_step": page.max_step,
+        "without": [name for name in page.strategies if name not in page.longest],
         "drawn": DRAWN,
         "mfu": MFU_CONVENTION,
     }
@@ -222,7 +222,7 @@ def _machine(plan: Plan) -> dict[str, str]:
     }
 
 
-def plan_json(plan: Plan, place: int) -> dict[str, Any]:
+def plan_json(plan: Plan, index: int) -> dict[str, Any]:
     """Return a plan as data for the page, with numbers of `Plan.to_json`; the first has more."""
     question = plan.question
     schedule, layers = stage_schedule(question, plan.schedule), most_layers(question)
@@ -231,8 +231,8 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
     busy = {LANES[name]: getattr(seconds, name) for name in LANES}
     busy["waiting, nothing is computed"] = seconds.exposed(overlap=question.overlap)
     drawn = None
-    if plan.fits and place < MOST_PLANS:
-        drawn = step_json(plan) if place == 0 else step_json(plan, **ALTERNATIVE)
+    if plan.fits and index < MOST_PLANS:
+        drawn = step_json(plan) if index == 0 else step_json(plan, **ALTERNATIVE)
     return {
         "strategy": plan.strategy,
         "subject": subject(plan),
@@ -240,7 +240,7 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
         "fits": plan.fits,
         "tight": plan.tight,
         "verdict": verdict_lines(plan) if plan.fits else [short_words(plan)],
-        "changes": [*change_words(plan)] or [NOTHING_HELPS] * (not plan.fits and place == 0),
+        "changes": [*change_words(plan)] or [NOTHING_HELPS] * (not plan.fits and index == 0),
         "notes": list(notes(plan)),
         "device": _budget(plan.device),
         "host": _budget(plan.host),
@@ -326,7 +326,7 @@ def _budget_part(buffer: Buffer) -> str:
 # -- the walk --------------------------------------------------------------------------------------
 
 
-class _CellTensor(NamedTuple):
+class _Tensor(NamedTuple):
     """Key of a tensor that a cell (layer, chunk) leaves in memory, or of a group's input."""
 
     kind: Kind
@@ -341,10 +341,10 @@ class _Grid:
     program: Program
     layers: dict[int, int]  # layer to its row on the page
     chunks: dict[int, int]  # chunk to its column on the page
-    holders: dict[_CellTensor, set[str]] = field(default_factory=lambda: defaultdict(set))
-    held: dict[str, set[_CellTensor]] = field(default_factory=lambda: defaultdict(set))
+    holders: dict[_Tensor, set[str]] = field(default_factory=lambda: defaultdict(set))
+    held: dict[str, set[_Tensor]] = field(default_factory=lambda: defaultdict(set))
     phases: dict[tuple[int, int], int] = field(default_factory=dict)
-    changed: set[_CellTensor] = field(default_factory=set)
+    changed: set[_Tensor] = field(default_factory=set)
 
     def follow(self, i: Instruction) -> None:
         match i:
@@ -371,23 +371,21 @@ class _Grid:
                 self._put(buffer, i.chunk, i.layer)
         if i.graph:
             self._hold(
-                f"graph of {i.layer}, {i.chunk}", _CellTensor(Kind.ACTIVATIONS, i.layer, i.chunk)
+                f"graph of {i.layer}, {i.chunk}", _Tensor(Kind.ACTIVATIONS, i.layer, i.chunk)
             )
 
     def _phase(self, layer: int, chunk: int, phase: int) -> None:
         if layer in self.layers and chunk in self.chunks:
             self.phases[layer, chunk] = phase
-            self.changed.add(_CellTensor(Kind.KV, layer, chunk))
+            self.changed.add(_Tensor(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
         """Note which chunk's tensors a buffer holds, unless it only stages copies (layer < 0)."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
-            self._hold(
-                name, _CellTensor(buffer.kind, buffer.layer if layer is None else layer, chunk)
-            )
+            self._hold(name, _Tensor(buffer.kind, buffer.layer if layer is None else layer, chunk))
 
-    def _hold(self, name: str, cell: _CellTensor) -> None:
+    def _hold(self, name: str, cell: _Tensor) -> None:
         if cell.chunk not in self.chunks:
             return
         self.holders[cell].add(name)
@@ -404,7 +402,7 @@ class _Grid:
         buffers = self.program.buffers
         tiers = (
             buffers[name].tier if name in buffers else Tier.DEVICE
-            for name in self.holders[_CellTensor(kind, layer, chunk)]
+            for name in self.holders[_Tensor(kind, layer, chunk)]
         )
         return max((PLACE[tier] for tier in tiers), default=0)
 

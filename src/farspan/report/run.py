@@ -325,8 +325,8 @@ def _curves(run: RunRecord) -> dict[str, Values]:
         many = len(curve["x"])
         places = range(many)
         if many > POINTS:
-            kept = {round(place * (many - 1) / (POINTS - 1)) for place in range(POINTS)}
-            places = sorted(kept)  # type: ignore[assignment]
+            indices = {round(place * (many - 1) / (POINTS - 1)) for place in range(POINTS)}
+            places = sorted(indices)  # type: ignore[assignment]
         curve |= {axis: [curve[axis][place] for place in places] for axis in ("x", "y")}
         curve["of"] = many
     order = {name: place for place, name in enumerate(CURVES)}

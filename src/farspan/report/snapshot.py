@@ -81,12 +81,12 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
     )
     program, parts = walked.program, evaluate.rank_parts(question, walked)
     moments = _StepMoments(program)
-    held = _CellMemory(plan, walked, moments)
-    transients = list(held.blocks())
+    cells = _CellMemory(plan, walked, moments)
+    transients = list(cells.blocks())
     devices = []
     for tier, of_tier in zip((Tier.DEVICE, Tier.HOST), parts, strict=True):
         buffers = _arena(program, tier, moments)
-        states = list(_states(program, tier, of_tier, held.most))
+        states = list(_states(program, tier, of_tier, cells.most))
         rest = states + (transients if tier is Tier.DEVICE else [])
         if buffers or rest:
             devices.append(_SnapshotDevice(buffers, rest, program.arena_bytes[tier]))
@@ -288,18 +288,18 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights. Memory of cells
-    is counted elsewhere; only what kernels need beyond that is added here."""
-    held = {
+    """Yield the blocks outside the arena that last the whole step, such as weights; of the memory
+    of cells, only what kernels need beyond the plan's walk."""
+    sizes = {
         name: count
         for name, count in parts.items()
         if name not in evaluate.arena_parts(program, tier)
     }
     if tier is Tier.DEVICE:
-        cells = sum(held.pop(name, 0) for name in ("gradients", "accumulators", "cells"))
+        cells = sum(sizes.pop(name, 0) for name in ("gradients", "accumulators", "cells"))
         # The walk rounds each weight's slice up; the plan rounds their sum.
-        held[KERNELS] = max(0, cells - walked)
-    for name, count in held.items():
+        sizes[KERNELS] = max(0, cells - walked)
+    for name, count in sizes.items():
         if count:
             words = part_words(name)
             yield MemoryBlock(count, 0, NEVER, words, [frame(words, 0, "all step long")])
@@ -327,11 +327,11 @@ def _snapshot(
         placement = place([PlacementRequest(b.size, b.born, b.dies) for b in device.rest])
         blocks = zip(device.rest, placement.addresses, strict=True)
         rest = [replace(block, address=REST + address) for block, address in blocks]
-        own = [(ARENA, device.height, device.placed), (REST, placement.height, rest)]
-        own = [one for one in own if one[1]]
-        segments += [_segment(number, *one) for one in own]
-        opened = [_entry("segment_alloc", address, size, [], 0) for address, size, _ in own]
-        traces.append([*opened, *_entries([b for *_, of in own for b in of], times)])
+        ranges = [(ARENA, device.height, device.placed), (REST, placement.height, rest)]
+        ranges = [one for one in ranges if one[1]]
+        segments += [_segment(number, *one) for one in ranges]
+        opened = [_entry("segment_alloc", address, size, [], 0) for address, size, _ in ranges]
+        traces.append([*opened, *_entries([b for *_, of in ranges for b in of], times)])
     return {"segments": segments, "device_traces": traces, "farspan": dict(about)}
 
 
@@ -353,12 +353,12 @@ def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[di
     causes = False
     for moment, is_birth, index in sorted(events):
         block = blocks[index]
-        of = block.address, block.size, block.frames, times[min(moment, len(times) - 1)]
+        shared = block.address, block.size, block.frames, times[min(moment, len(times) - 1)]
         if not is_birth:
-            yield _entry("free_requested", *of)
-            yield _entry("free_completed", *of)
+            yield _entry("free_requested", *shared)
+            yield _entry("free_completed", *shared)
             continue
-        made = _entry("alloc", *of)
+        made = _entry("alloc", *shared)
         if block.cause:
             causes, made["category"] = True, block.cause
         yield made

@@ -138,15 +138,15 @@ def inspect_sharded(
     return _merge_work(blank, spec)
 
 
-def _merge_work(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
+def _merge_work(inspected: InspectedModel, spec: ModelSpec) -> InspectedModel:
     """Return the model's specification with the work of its layers taken from the profile."""
-    assert found.profile is not None, "it has been profiled"
-    pairs = zip(spec.layers, found.profile.spec.layers, strict=True)
+    assert inspected.profile is not None, "it has been profiled"
+    pairs = zip(spec.layers, inspected.profile.spec.layers, strict=True)
     # Only the model knows which weights are packed, and their bytes.
     layers = tuple(
         replace(layer, work=replace(known.work, packed=layer.work.packed)) for layer, known in pairs
     )
-    return replace(found, model=replace(spec, layers=layers))
+    return replace(inspected, model=replace(spec, layers=layers))
 
 
 def inspect_blank(
@@ -294,8 +294,8 @@ class RunContext:
 
     def held_parts(self) -> dict[str, int]:
         """Return `held_bytes` by part: weights, optimizer and index."""
-        own = {"optimizer": self._held_states(), "index": self._index_bytes()}
-        return {"weights": self.held_bytes() - sum(own.values()), **own}
+        parts = {"optimizer": self._held_states(), "index": self._index_bytes()}
+        return {"weights": self.held_bytes() - sum(parts.values()), **parts}
 
     def _index_bytes(self) -> int:
         return 0 if self.index is None else self.index.nbytes(torch_dtype(self.run))

@@ -433,8 +433,8 @@ class Callbacks:
     """All callbacks of a run, called on every rank. Invariant: `tell` returns on all ranks or
     raises on all ranks, and all ranks learn each callback's answer."""
 
-    def __init__(self, given: Sequence[Callback], world: DistributedContext) -> None:
-        self._given, self._world = tuple(given), world
+    def __init__(self, callbacks: Sequence[Callback], world: DistributedContext) -> None:
+        self._given, self._world = tuple(callbacks), world
         self.any = world.maximum(len(self._given)) > 0  # callbacks on one rank need all ranks
         self.stop: str | None = None  # reason to end the run, if a callback gave one
 
@@ -443,19 +443,19 @@ class Callbacks:
         callbacks are not called, or RankFailed if another rank raised it."""
         why, error = None, None
         try:
-            for one in self._given:
-                answer = call(one)
+            for callback in self._given:
+                answer = call(callback)
                 if answer:
-                    name = type(one).__name__
+                    name = type(callback).__name__
                     why = why or (answer if isinstance(answer, str) else f"{name} asked for it")
         except Exception as raised:
             error = raised
         words = None if error is None else f"a callback raised {type(error).__name__}: {error}"
-        found = self._world.all_gather((why, words))
-        self.stop = self.stop or next((why for why, _ in found if why), None)
+        answers = self._world.all_gather((why, words))
+        self.stop = self.stop or next((why for why, _ in answers if why), None)
         if error is not None:
             raise error
-        for rank, (_, words) in enumerate(found):
+        for rank, (_, words) in enumerate(answers):
             if words is not None:
                 raise RankFailed(f"rank {rank}: {words}")
 

@@ -43,15 +43,15 @@ def expect_memory(
 ) -> Expected:
     """Estimate the memory of a step on a [batch, tokens] batch, with the optimizer states. Raises
     TooLarge if main memory cannot hold both."""
-    found = estimate_memory(step, batch, tokens, values=values, cells=cells)
+    estimate = estimate_memory(step, batch, tokens, values=values, cells=cells)
     # They exist, but the system hands out zeroed memory only at the first write.
-    refuse_too_large(step, found, optimizer.untouched)
+    refuse_too_large(step, estimate, optimizer.untouched)
     on_cpu = step.stages.device.type == "cpu"
     return Expected(
-        new=found.new_device + (found.new_host if on_cpu else 0),
-        device=found.device + optimizer.device,
-        host=found.host + optimizer.host,
-        parts=found.to_json()
+        new=estimate.new_device + (estimate.new_host if on_cpu else 0),
+        device=estimate.device + optimizer.device,
+        host=estimate.host + optimizer.host,
+        parts=estimate.to_json()
         | {"optimizer": optimizer.device, "optimizer_on_host": optimizer.host},
     )
 
@@ -120,8 +120,8 @@ def return_freed() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or _GIVEN in os.environ:
         return False
-    given = (_MMAP_THRESHOLD, OWN_MAP), (_TRIM_THRESHOLD, OWN_MAP), (_MMAP_MAX, MOST_MAPS)
-    return all(mallopt(*one) for one in given)
+    options = (_MMAP_THRESHOLD, OWN_MAP), (_TRIM_THRESHOLD, OWN_MAP), (_MMAP_MAX, MOST_MAPS)
+    return all(mallopt(*one) for one in options)
 
 
 class _StackBlock(ctypes.Structure):

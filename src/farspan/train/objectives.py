@@ -57,9 +57,9 @@ class _LogProbLoss:
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
         """Run forward and backward on a batch, and return its share of the loss and metrics."""
         with torch.enable_grad():
-            found = self._batch_shares(step, micro, total, "train")
-            found["loss"].backward()
-        return {name: value.detach() for name, value in found.items()}
+            shares = self._batch_shares(step, micro, total, "train")
+            shares["loss"].backward()
+        return {name: value.detach() for name, value in shares.items()}
 
     @torch.no_grad()
     def evaluate(self, step: Step, micro: Micro, total: int) -> Sums:
@@ -68,9 +68,9 @@ class _LogProbLoss:
 
     def gather_sums(self, sums: Sequence[Sums]) -> dict[str, float]:
         """Return the loss and its metrics, summed over all batches and replicas."""
-        own = {name: float(sum(one[name] for one in sums)) for name in sums[0]}
-        found = self.ctx.world.gather_replicas([own])
-        return {name: sum(one[name] for one in found) for name in own}
+        local = {name: float(sum(one[name] for one in sums)) for name in sums[0]}
+        gathered = self.ctx.world.gather_replicas([local])
+        return {name: sum(one[name] for one in gathered) for name in local}
 
     def _batch_shares(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
         """Return one batch's share of the loss and of each metric, as tensors by name; only `loss`
@@ -87,13 +87,13 @@ class _LogProbLoss:
     def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
         """Run forwards in the block without gradients and outside the update's progress report; a
         stop signal still ends them between two cells."""
-        own = step.progress
+        reported = step.progress
         step.progress = progress or self._check
         try:
             with torch.no_grad():
                 yield
         finally:
-            step.progress = own
+            step.progress = reported
 
     def _check(self, _: object) -> None:
         self.observer.interrupt.passed(StopPoint.HELD_OUT_CELL)
@@ -128,14 +128,14 @@ class PreferenceLoss(_LogProbLoss):
                 values = losses.orpo(both, beta=loss.beta) - both[0]
         rewards = loss.beta * (policy - reference).detach()
         margins = rewards[:, 0] - rewards[:, 1]
-        found = {
+        shares = {
             "loss": values,
             "rewards/chosen": rewards[:, 0],
             "rewards/rejected": rewards[:, 1],
             "margin": margins,
             "accuracy": (margins > 0).to(margins.dtype),
         }
-        return {name: value.sum() / total for name, value in found.items()}
+        return {name: value.sum() / total for name, value in shares.items()}
 
     def _answers(self, step: Any, micro: Micro) -> Tensor:
         """Return [pairs, 2]: the log-probability of each pair's chosen and rejected answer, summed
@@ -256,9 +256,9 @@ class DistillationLoss(_LogProbLoss):
         with self.watched(teacher):
             top, known = teacher.top_logprobs(ids, documents, k=self.loss.top_k, vocab=vocab)
         trained = _is_trained(labels, documents)
-        asked = torch.full_like(top, UNTRAINED)  # labels belong to the token before
-        asked[:, 1:] = top[:, :-1].where(trained[:, :-1, None], UNTRAINED)
-        student = step.logprobs(ids, asked, documents)
+        targets = torch.full_like(top, UNTRAINED)  # labels belong to the token before
+        targets[:, 1:] = top[:, :-1].where(trained[:, :-1, None], UNTRAINED)
+        student = step.logprobs(ids, targets, documents)
         return {"loss": losses.distillation(student, known, trained).sum() / total}
 
 

@@ -75,14 +75,14 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
         )
     lora = model.lora or lora_of(path, config)
     overrides = given_json(path / SOURCE, overrides=dict).get("overrides", {})
-    found = replace(
+    base_model = replace(
         model,
         path=base,
         revision=model.revision or revision,
         overrides={**overrides, **model.overrides},
         lora=lora,
     )
-    return found, str(path)
+    return base_model, str(path)
 
 
 def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
@@ -124,9 +124,9 @@ def checkpoints_of(path: Path) -> list[Path]:
     entry. Raises UnsupportedError without checkpoints."""
     if path.is_dir() and manifest_path(path).is_file():
         return [path]
-    found = list_checkpoints(path / "checkpoints")
-    if found:
-        return found
+    checkpoints = list_checkpoints(path / "checkpoints")
+    if checkpoints:
+        return checkpoints
     if (path / "config.json").is_file():
         raise UnsupportedError(
             f"start.path: {path} is a whole model: give it as model.path instead"

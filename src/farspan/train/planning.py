@@ -169,9 +169,9 @@ class SchedulePolicy:
         """Return a version of the run file's schedule that takes less memory, without asking other
         ranks. Raises UnsupportedError without one."""
         ctx = self._ctx
-        found = ctx.inspected or InspectedModel(ctx.describe())
+        inspected = ctx.inspected or InspectedModel(ctx.describe())
         machine = bare_machine(ctx.device)
-        question = question_of(ctx.run, found, machine, ctx.placed.states, ctx.world)
+        question = question_of(ctx.run, inspected, machine, ctx.placed.states, ctx.world)
         tiers = tuple(Tier) if is_unified(ctx.device) else (shortage.tier,)
         schedule = lighter_schedule(question, before.schedule, tiers)
         if schedule is None:
@@ -257,15 +257,13 @@ class SchedulePolicy:
         return self._question
 
     def _choose(self, question: Question) -> Choice:
-        plan = _restated(self._ctx.placed.plan, question) or self._ctx.components.best_plan(
-            question
-        )
+        plan = _reused(self._ctx.placed.plan, question) or self._ctx.components.best_plan(question)
         if not plan.fits:
             raise UnsupportedError(explain_none_fits(plan))
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
-def _restated(plan: Plan | None, question: Question) -> Plan | None:
+def _reused(plan: Plan | None, question: Question) -> Plan | None:
     """Return a plan as the answer to `question`, if it plans the same step with as much room."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
@@ -326,9 +324,9 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
     if choice.plan is not None:
         question = choice.plan.question
     else:
-        found = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
+        inspected = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
         machine = bare_machine(ctx.device)
-        question = question_of(run, found, machine, ctx.placed.states, ctx.world)
+        question = question_of(run, inspected, machine, ctx.placed.states, ctx.world)
     # No program counts the values of tokens, which are held with a batch.
     values = input_bytes(question, run.context)
     values -= input_bytes(replace(question, loss=Objective()), run.context)
@@ -413,17 +411,17 @@ def _local_bytes(weight: torch.Tensor) -> int:
 
 def _api_advice(plan: Plan) -> str:
     """Return advice for users of the Python API, who have no run file, when no plan fits."""
-    own = (
+    advice = (
         "for an optimizer other than float32 AdamW, give the step farspan.plan(..., "
         "optimizer=...).schedule"
     )
     stays = plan.question.weights is Tier.DEVICE and not plan.question.open.weights
     if not stays or not any(WEIGHTS in remedy.options for remedy in plan.remedies):
-        return own
+        return advice
     return (
         "the model was sharded with its weights on the device: for main memory, shard it with "
         "parallelize(model, farspan.Schedule(weights=farspan.Tier.HOST), ranks), or give the "
-        f"Trainer that schedule; {own}"
+        f"Trainer that schedule; {advice}"
     )
 
 
@@ -540,8 +538,9 @@ def _planned(
     schedule = components.schedule_for(run, len(question.model.layers))
 
     def sized(placed: Question) -> Plan:
-        of, unknown = size(placed, schedule), Seconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, bound="")
-        return Plan(OWN, schedule, placed, of.device, of.host, unknown, 0.0)
+        budgets = size(placed, schedule)
+        unknown = Seconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, bound="")
+        return Plan(OWN, schedule, placed, budgets.device, budgets.host, unknown, 0.0)
 
     return best_placed(question, sized)
 

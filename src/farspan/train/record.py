@@ -233,10 +233,10 @@ class StepRecorder:
             for index, instruction in enumerate(walk.program.instructions):
                 lane, marks = _lane(walk.program, instruction), walk.marks[index : index + 2]
                 copies = timed[slice(*walk.copied[index : index + 2])]
-                found = [(copied.name.lower(), *around) for copied, *around in copies]
+                work = [(copied.name.lower(), *around) for copied, *around in copies]
                 if lane and not (copies and lane != "compute"):
-                    found.append((lane, *marks))
-                for name, began, ended in found:
+                    work.append((lane, *marks))
+                for name, began, ended in work:
                     span = Span(name, _between(first, began), _between(first, ended), index)
                     yield walk.program, span
         if self.update is not None:
@@ -307,7 +307,7 @@ def memory_json(
     gradients = np.array(walk.gradients, np.int64)[places]
     rest = np.array(walk.peaks, np.int64)[places] - arena - gradients
     measured = {**held, **gaps, **buffers, "gradients": gradients, "cells": np.maximum(rest, 0)}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "tier": "main memory" if device.type == "cpu" else "device memory",
         "planned": {
             "peak": sum(fixed.values()) + arena,
@@ -317,18 +317,18 @@ def memory_json(
     }
     if device.type != "cpu":
         there = _buffers(walk.program, (Tier.HOST,), places)
-        found["host"] = _nonzero({**dict(_on_host(expected.parts)), **there})
-    return found
+        values["host"] = _nonzero({**dict(_on_host(expected.parts)), **there})
+    return values
 
 
 def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
     """Return the index of the instruction with the highest peak bytes, for each frame."""
-    values, found, start = np.array(peaks, np.int64), list[int](), 0
+    values, tops, start = np.array(peaks, np.int64), list[int](), 0
     for end in at.ends:
         stop = min(end, len(values))
-        found.append(start + int(values[start:stop].argmax()) if stop > start else len(values) - 1)
+        tops.append(start + int(values[start:stop].argmax()) if stop > start else len(values) - 1)
         start = stop
-    return np.array(found, np.int64)
+    return np.array(tops, np.int64)
 
 
 def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, Bytes]:
@@ -398,7 +398,7 @@ def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
     """Return the seconds that the planner expects per update of `batches` batches: by kind of work
     as if it ran alone, of attention, and in total with overlap."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
-    found, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
+    seconds, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):
         cost = prices.of(i)
         attention = 0.0
@@ -408,11 +408,11 @@ def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
             attention = prices.attention(i.layer, i.chunk, backward=False)
         if kind in (WorkKind.FORWARD, WorkKind.AGAIN, WorkKind.BACKWARD):
             attended += min(attention, cost.compute)
-        found[kind] += cost.compute
-        found[WorkKind.COPIES] += cost.fetch + cost.evict
-        found[WorkKind.RANKS] += cost.collective
-        found[ISSUING] += cost.host
-    parts = {kind: size * batches for kind, size in found.items() if size > 0}
+        seconds[kind] += cost.compute
+        seconds[WorkKind.COPIES] += cost.fetch + cost.evict
+        seconds[WorkKind.RANKS] += cost.collective
+        seconds[ISSUING] += cost.host
+    parts = {kind: size * batches for kind, size in seconds.items() if size > 0}
     update = plan.seconds.optimizer
     if update:
         parts[UPDATE] = update

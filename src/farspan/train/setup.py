@@ -358,12 +358,12 @@ def _blank_model(
         refuse_groups(schedule, layers, stages)
         if isinstance(run.parallel, Parallel):
             refuse_weights(schedule.weights, run.parallel.layout(world.size))
-        found.append((blank, config))
+        results.append((blank, config))
 
-    found: list[tuple[Any, PretrainedConfig]] = []
+    results: list[tuple[Any, PretrainedConfig]] = []
     # All ranks raise its errors; later they find the files that rank 0 downloaded.
     world.run_on_rank0(look_at, "reading the model's configuration")
-    return found[0] if found else (blank_of(), None)
+    return results[0] if results else (blank_of(), None)
 
 
 def _load_model(
@@ -380,16 +380,16 @@ def _load_model(
     stays = world.size == 1 and run.schedule.weights is not Tier.HOST
     device = world.device if stays else torch.device("cpu")
     rows = blank.get_input_embeddings().num_embeddings
-    found: list[Any] = []
+    loaded: list[Any] = []
 
     def read() -> None:
         model = _load(run, components, device, Weights.SAVED, config, rows)
         begin(model, run, observer.note)
-        found.append(model)
+        loaded.append(model)
 
     # All ranks raise its errors.
     world.run_on_rank0(read, "loading the model")
-    return found[0] if found else blank
+    return loaded[0] if loaded else blank
 
 
 def _load(

@@ -71,47 +71,47 @@ def other_chunk(before: int | None, now: Schedule) -> str:
     )
 
 
-def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
+def fraction_of(config: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
     """Return the selector that keeps a fixed share of pages, or None if the run file sets no
     sparsity. Raises UnsupportedError if that share exceeds the budget. Shares are counted for a
     chunk of one page, to which a run short of memory may fall back."""
     sparse = schedule.sparse
-    if sparse is None or given is None or given.sparsity is None:
+    if sparse is None or config is None or config.sparsity is None:
         return None
     pages = len(sparse.candidates((context - 1) // sparse.page * sparse.page))
-    kept, most = ceil((1 - Ratio(str(given.sparsity))) * pages), sparse.budget // sparse.page
+    kept, most = ceil((1 - Ratio(str(config.sparsity))) * pages), sparse.budget // sparse.page
     if kept > most:
         raise UnsupportedError(
-            f"sparse.sparsity: {given.sparsity} leaves {kept:,} of {pages:,} pages, more than the "
+            f"sparse.sparsity: {config.sparsity} leaves {kept:,} of {pages:,} pages, more than the "
             f"budget of {most:,}; raise sparse.budget to {kept * sparse.page}, or "
             f"sparse.sparsity to {_sparsity_for(most, pages)}"
         )
-    return Fraction(given.sparsity)
+    return Fraction(config.sparsity)
 
 
-def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
+def index_of(config: SparseConfig | None, blank: Any = None) -> Index | None:
     """Return the index by which a run chooses pages, or None without one. Raises UnsupportedError,
     naming the field, if it cannot be read or does not fit the model (`blank` has no weights)."""
-    if given is None or given.index is None:
+    if config is None or config.index is None:
         return None
     layers = None if blank is None else attention_of(deepcopy(blank))
     try:
-        found = Index.load(Path(given.index).expanduser())
+        index = Index.load(Path(config.index).expanduser())
         if layers is not None:
-            found.refuse_misfit(layers, given.index_dim)
+            index.refuse_misfit(layers, config.index_dim)
     except UnsupportedError as error:
         raise UnsupportedError(f"sparse.{error}") from error
-    return found
+    return index
 
 
 def selector_for(
-    given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
+    config: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
     """Return the run's selector of pages; None: take the most votes. Raises UnsupportedError."""
-    share = fraction_of(given, schedule, context)
+    share = fraction_of(config, schedule, context)
     if schedule.sparse is None:
         return share
-    index = index or index_of(given)
+    index = index or index_of(config)
     return share if index is None else replace(index, select=share)
 
 

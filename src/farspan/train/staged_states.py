@@ -297,8 +297,8 @@ class HostStates:
         """Update a slice in main memory, and start to copy its weight back to the device."""
         config, parameter = self._rule.config, self._parameters[piece.name]
         assert parameter.grad is not None, "a piece is of a parameter with a gradient"
-        count, there = piece.stop - piece.start, _part(parameter, piece)
-        out = slot.view(slot.weight, count, parameter.dtype) if self._stages_weights else there
+        count, weights = piece.stop - piece.start, _part(parameter, piece)
+        out = slot.view(slot.weight, count, parameter.dtype) if self._stages_weights else weights
         _await(slot.arrived)  # Note: [A gradient that has not arrived]
         *master, first, second = states
         weight = master[0] if master else out
@@ -325,7 +325,7 @@ class HostStates:
             _await(slot.sent)  # Note: [A weight that has not left]
             out.copy_(weight)
         if self._stages_weights:
-            self._copies.fetch(there, out)
+            self._copies.fetch(weights, out)
             slot.sent = self._copies.record(Lane.FETCH)
 
 
@@ -534,8 +534,8 @@ class DiskStates(HostStates):
         )
 
     def held(self) -> StateBytes:
-        found = super().held()
-        return StateBytes(0, found.host + len(self._slab), found.untouched)
+        staged = super().held()
+        return StateBytes(0, staged.host + len(self._slab), staged.untouched)
 
     def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
         self._file.flush()  # Note: [A mapping and direct reads]

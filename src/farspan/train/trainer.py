@@ -472,8 +472,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
-    """Return the step with the lowest held-out loss, the earliest of equal ones. Step 0 does not
-    count, because its model is untrained."""
+    """Return the step with the lowest loss, the earliest of equals; step 0 is untrained."""
     trained = [step for step in steps if step and math.isfinite(held_out[step])]
     return min(trained, key=lambda step: (held_out[step], step), default=None)
 

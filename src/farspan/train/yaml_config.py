@@ -184,22 +184,22 @@ def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a dotted path, adding missing mappings. Raises UnsupportedError."""
     *above, last = path.split(".")
-    place: Any = values
+    node: Any = values
     for depth, key in enumerate(above):
-        if isinstance(place, dict) and place.get(key) is None:
-            place[key] = {}
-        place = place[_index(place, key, path)]
-        if not isinstance(place, dict | list):
+        if isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}
+        node = node[_index(node, key, path)]
+        if not isinstance(node, dict | list):
             whole = ".".join(above[: depth + 1])
-            raise UnsupportedError(f"{path}: {whole} is {place!r}, which has no keys; set {whole}")
-    place[_index(place, last, path)] = value
+            raise UnsupportedError(f"{path}: {whole} is {node!r}, which has no keys; set {whole}")
+    node[_index(node, last, path)] = value
 
 
-def _index(place: Any, key: str, path: str) -> str | int:
-    if isinstance(place, dict):
+def _index(node: Any, key: str, path: str) -> str | int:
+    if isinstance(node, dict):
         return key
-    if not key.isdecimal() or int(key) >= len(place):
-        raise UnsupportedError(f"{path}: expected a number from 0 to {len(place) - 1}, got {key!r}")
+    if not key.isdecimal() or int(key) >= len(node):
+        raise UnsupportedError(f"{path}: expected a number from 0 to {len(node) - 1}, got {key!r}")
     return int(key)
 
 
@@ -368,8 +368,8 @@ def _converted(option: Any, value: Any, path: str) -> tuple[bool, Any]:
     if isinstance(option, type) and issubclass(option, Enum):
         other = option._missing_(value)  # names in other tools
         words = (value, as_meant(value) if isinstance(value, str) else value)
-        found = [member for member in option if member.value in words or member is other]
-        return bool(found), found[0] if found else None
+        members = [member for member in option if member.value in words or member is other]
+        return bool(members), members[0] if members else None
     if option is float:
         return _match_float(value)
     if isinstance(value, bool) and option is not bool:
@@ -420,7 +420,7 @@ def _describe_option(option: Any) -> str:
 
 def _run_file_values(option: type[Enum]) -> list[str]:
     """Return the values of an enum that a run file may use."""
-    return [str(one.value) for one in option if not (isinstance(one, LossKind) and one.of_loops)]
+    return [str(m.value) for m in option if not (isinstance(m, LossKind) and m.of_loops)]
 
 
 def _near(hint: Any, value: Any) -> str:
@@ -467,23 +467,23 @@ TOKENS = {
 }
 
 
-def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
+def in_plain_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run file's values with current names, and with numbers for shorthands such as 128K,
     as `farspan.train.config` reads them. Raises UnsupportedError naming the field."""
-    values = _with_current_names(given, "")
+    values = _renamed(raw, "")
     if isinstance(values.get("schedule"), str):  # a strategy, like --strategy
         values["schedule"] = {"strategy": values["schedule"]}
     elif isinstance(values.get("schedule"), Mapping):
-        values["schedule"] = _with_current_names(values["schedule"], "schedule")
+        values["schedule"] = _renamed(values["schedule"], "schedule")
     if isinstance(values.get("sparse"), bool):  # YAML reads on and off as booleans
         values["sparse"] = {} if values["sparse"] else None
     if values.get("report_to") == "none":  # transformers' value for no tracker
         values["report_to"] = None
     for section, names in TOKENS.items():
         if not section:
-            values |= _read_token_counts(values, names, "")
+            values |= _to_tokens(values, names, "")
         elif isinstance(values.get(section), Mapping):
-            values[section] = _read_token_counts(values[section], names, f"{section}.")
+            values[section] = _to_tokens(values[section], names, f"{section}.")
     if isinstance(values.get("sparse"), Mapping) and SINK_PAGES in values["sparse"]:
         values["sparse"] = _sinks_in_tokens(values["sparse"])
     model = values.get("model")
@@ -492,9 +492,9 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _with_current_names(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+def _renamed(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
     """Return the values by the current names of their keys, with a warning for older names."""
-    values = dict(given)
+    values = dict(raw)
     for old, new in RENAMED[section].items():
         if old not in values:
             continue
@@ -529,9 +529,7 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != SINK_PAGES} | new
 
 
-def _read_token_counts(
-    values: Mapping[str, Any], names: tuple[str, ...], where: str
-) -> dict[str, Any]:
+def _to_tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
     """Convert texts such as 128K under these names to numbers; types check other values."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
@@ -539,5 +537,5 @@ def _read_token_counts(
     return {**values, **{name: read(text, where + name) for name, text in texts.items()}}
 
 
-def _is_too_many(given: Any) -> bool:
-    return isinstance(given, int) and given > MOST_TOKENS
+def _is_too_many(value: Any) -> bool:
+    return isinstance(value, int) and value > MOST_TOKENS

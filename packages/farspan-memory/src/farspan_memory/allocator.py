@@ -76,9 +76,9 @@ class Session:
             self._follow(device, plan_iteration(iteration(self.memory.recorded(device))))
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
-        """Make a device follow a plan from its next iteration on. If the arena does not fit,
-        another stream would have to wait, or the previous plan's tensors live, warn and keep
-        stitching."""
+        """Make a device follow a plan from its next iteration on, or warn and keep stitching: if
+        the arena does not fit, another stream would have to wait, or the previous plan's tensors
+        live."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it
             self.memory.follow(device, plan)

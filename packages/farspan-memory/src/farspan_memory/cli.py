@@ -177,13 +177,13 @@ def auto(question: PlacementOptions) -> tuple[Solution, str]:
     """Place by exact search; if that proves no optimum, try two levels for a lower placement."""
     layers = segments(question.trace)
     seconds = question.seconds * (EXACT_SHARE if layers else 1.0)
-    found = place_exactly(question.requests, seconds, question.capacity)
-    height = found.placement.height
-    enough = found.optimal if question.capacity is None else height <= question.capacity
+    exact = place_exactly(question.requests, seconds, question.capacity)
+    height = exact.placement.height
+    enough = exact.optimal if question.capacity is None else height <= question.capacity
     if enough or not layers:
-        return found, Method.EXACT
+        return exact, Method.EXACT
     other = place_bilevel(question.requests, layers, question.seconds - seconds).solution
-    return min((found, Method.EXACT), (other, Method.BILEVEL), key=lambda p: p[0].placement.height)
+    return min((exact, Method.EXACT), (other, Method.BILEVEL), key=lambda p: p[0].placement.height)
 
 
 METHODS: dict[Method, Callable[[PlacementOptions], tuple[Solution, str]]] = {
@@ -289,7 +289,7 @@ def compare_command(
 def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
     """Return all comparisons as JSON, with the sources of the driver calls' costs."""
     return {
-        "comparisons": [found.to_json() | {"remark": remark(found)} for found in comparisons],
+        "comparisons": [each.to_json() | {"remark": remark(each)} for each in comparisons],
         "costs": {call: cost.source for call, cost in PUBLISHED.items()},
     }
 

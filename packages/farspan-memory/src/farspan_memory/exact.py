@@ -65,14 +65,14 @@ class Solution:
 def place_flat(requests: Sequence[PlacementRequest], seconds: float = math.inf) -> Solution:
     """Place all requests in one level by greedy rules."""
     begin = perf_counter()
-    found = place_greedily(requests, seconds)
-    return Solution(found, least_height(requests, found), perf_counter() - begin)
+    placement = place_greedily(requests, seconds)
+    return Solution(placement, least_height(requests, placement), perf_counter() - begin)
 
 
-def least_height(requests: Sequence[PlacementRequest], found: Placement) -> int:
+def least_height(requests: Sequence[PlacementRequest], placement: Placement) -> int:
     """Return a lower bound on the height of any placement: the most bytes alive, or the largest
     request, since even one with an empty lifetime has an address."""
-    return max([found.lower_bound, *(r.size for r in requests)])
+    return max([placement.lower_bound, *(r.size for r in requests)])
 
 
 def place_exactly(
@@ -117,13 +117,13 @@ class _Search:
         left = self.end - perf_counter()
         if self.best.height <= height or left <= 0:
             return
-        found = fit(self.columns, height, left * share)
-        self.nodes += found.nodes
-        if found.answer is Feasibility.FITS:
-            self.best = placed_at(self.requests, found.addresses, self.best.lower_bound)
+        result = fit(self.columns, height, left * share)
+        self.nodes += result.nodes
+        if result.answer is Feasibility.FITS:
+            self.best = placed_at(self.requests, result.addresses, self.best.lower_bound)
             return
         self.given_up = max(self.given_up, height + self.step)
-        if found.answer is Feasibility.NO_FIT:
+        if result.answer is Feasibility.NO_FIT:
             self.bound = max(self.bound, height + 1)
             self.bound += -self.bound % self.step
 
@@ -170,15 +170,15 @@ def segments(trace: Trace) -> tuple[Segment, ...]:
     requests = trace.requests()
     births = [at for at, event in enumerate(trace.events) if isinstance(event, Malloc)]
     position = {at: index for index, at in enumerate(births)}
-    found = []
+    layers = []
     for (start, name), stop in zip(marks, stops, strict=True):
         if LAYER.match(name):
             inside = (position[at] for at in range(start, stop) if at in position)
             # A tensor that is never freed dies at the end of the trace, the stop of the last
             # segment: it is not local to that segment.
             local = tuple(i for i in inside if requests[i].dies < stop)
-            found.append(Segment(name, start, stop, local))
-    return tuple(found)
+            layers.append(Segment(name, start, stop, local))
+    return tuple(layers)
 
 
 def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Signature:
@@ -190,14 +190,14 @@ def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Sig
 
 def place_bilevel(
     requests: Sequence[PlacementRequest],
-    found: Sequence[Segment],
+    layers: Sequence[Segment],
     seconds: float = 60.0,
     solve: Solve = place_exactly,
 ) -> Bilevel:
     """Place the requests in two levels. `solve` first places the requests within each distinct
     segment, for half of the time in all, then the segments among the other requests."""
     begin = perf_counter()
-    named = [(s, signature(requests, s.local)) for s in found if s.local]
+    named = [(s, signature(requests, s.local)) for s in layers if s.local]
     distinct = dict.fromkeys(sign for _, sign in named)
     share = seconds / 2 / max(1, len(distinct))
     plans = {

@@ -276,10 +276,10 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     return found
 
 
-def verify(found: ctypes.CDLL, status: int) -> None:
+def verify(loaded: ctypes.CDLL, status: int) -> None:
     """Raise the error that a call's status stands for, if any."""
     if status:
-        raise ERRORS.get(status, NativeError)(found.farspan_error().decode())
+        raise ERRORS.get(status, NativeError)(loaded.farspan_error().decode())
 
 
 def rows(plan: Sequence[PlanRow]) -> ctypes.Array[CRow]:

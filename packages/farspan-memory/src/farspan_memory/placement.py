@@ -69,10 +69,10 @@ def greedy(columns: Columns, order: Sequence[int], best: bool = False) -> list[i
         )
     native = _native()
     count = len(columns.size)
-    found = (ctypes.c_int64 * count)()
+    addresses = (ctypes.c_int64 * count)()
     arguments = map(_column, (columns.size, columns.born, columns.dies, order))
-    _verify(native.farspan_greedy(count, *arguments, int(best), found))
-    return list(found)
+    _verify(native.farspan_greedy(count, *arguments, int(best), addresses))
+    return list(addresses)
 
 
 def fit(columns: Columns, height: int, seconds: float) -> FitResult:
@@ -176,9 +176,9 @@ def lowest_of(
         begin = perf_counter()
         keys = list(map(key, requests))
         order = sorted(range(len(requests)), key=keys.__getitem__)
-        found = placed_at(requests, greedy(columns, order, best_fit), bound)
-        if best is None or found.height < best.height:
-            best = found
+        placement = placed_at(requests, greedy(columns, order, best_fit), bound)
+        if best is None or placement.height < best.height:
+            best = placement
         now = perf_counter()
         if best.height == bound or now + (now - begin) > end:
             break
@@ -241,13 +241,13 @@ def place_greedily(requests: Sequence[PlacementRequest], seconds: float = inf) -
     Tries one order, and the others while there is time."""
     begin = perf_counter()
     end = begin + seconds
-    found = lowest_of(requests, ORDERS, end=end)
+    first_fit = lowest_of(requests, ORDERS, end=end)
     now = perf_counter()
     late = now + (now - begin) > end
-    if found.height == found.lower_bound or len(requests) > BEST_FIT_REQUESTS or late:
-        return found
-    best = lowest_of(requests, ORDERS, best_fit=True, end=end)
-    return min(found, best, key=lambda placement: placement.height)
+    if first_fit.height == first_fit.lower_bound or len(requests) > BEST_FIT_REQUESTS or late:
+        return first_fit
+    best_fit = lowest_of(requests, ORDERS, best_fit=True, end=end)
+    return min(first_fit, best_fit, key=lambda placement: placement.height)
 
 
 # -- the checker --------------------------------------------------------------------------------

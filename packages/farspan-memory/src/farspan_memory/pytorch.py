@@ -367,24 +367,24 @@ def _compiled(compiler: str, root: Path, cache: Path) -> Path:
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
     key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     private_folder(cache)
-    for found in cache.glob(f"{key}-*.so"):
-        refuse_foreign(found)
-        if found.is_file() and not is_open(found) and found.name == _named(key, found):
-            return found
-        found.unlink(missing_ok=True)
+    for existing in cache.glob(f"{key}-*.so"):
+        refuse_foreign(existing)
+        if existing.is_file() and not is_open(existing) and existing.name == _named(key, existing):
+            return existing
+        existing.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        source, made = Path(folder) / "error.cpp", Path(folder) / "error.so"
+        source, compiled = Path(folder) / "error.cpp", Path(folder) / "error.so"
         source.write_text(SOURCE, "utf-8")
         subprocess.run(
-            [compiler, *flags(root), str(source), "-o", str(made), *links(root)],
+            [compiler, *flags(root), str(source), "-o", str(compiled), *links(root)],
             check=True,
             capture_output=True,
             text=True,
             timeout=SECONDS,
         )
-        made.chmod(0o700)
-        built = cache / _named(key, made)
-        publish(made, built)  # whole or not at all: several processes may start at once
+        compiled.chmod(0o700)
+        built = cache / _named(key, compiled)
+        publish(compiled, built)  # whole or not at all: several processes may start at once
     return built
 
 

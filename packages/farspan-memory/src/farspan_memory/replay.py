@@ -58,7 +58,7 @@ class PlacementPlan:
 
 def digest(trace: Trace) -> str:
     """Return the digest of a trace's mallocs and frees, without names of tensors and marks."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     numbers: dict[int, int] = {}
     mallocs = 0
     for event in trace.events:
@@ -67,10 +67,10 @@ def digest(trace: Trace) -> str:
         if isinstance(event, Malloc):
             numbers[event.tensor] = mallocs
             mallocs += 1
-            found.update(b"m%d %d\n" % (event.size, event.stream))
+            sha.update(b"m%d %d\n" % (event.size, event.stream))
         else:
-            found.update(b"f%d\n" % numbers[event.tensor])
-    return found.hexdigest()
+            sha.update(b"f%d\n" % numbers[event.tensor])
+    return sha.hexdigest()
 
 
 def rounded(requests: Sequence[PlacementRequest], alignment: int) -> tuple[PlacementRequest, ...]:
@@ -222,18 +222,18 @@ class ReplayPlan:
 
 def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
     """Return a native recording as a trace, without frees of memory allocated before it."""
-    found: list[Malloc | FreeEvent | Mark] = []
+    trace_events: list[Malloc | FreeEvent | Mark] = []
     alive: set[int] = set()
     for event in events:
         if event.kind is EventKind.MALLOC:
             alive.add(event.id)
-            found.append(Malloc(event.id, event.size, event.stream))
+            trace_events.append(Malloc(event.id, event.size, event.stream))
         elif event.kind is EventKind.MARK:
-            found.append(Mark(BEGIN if event.size == 0 else f"mark {event.size}"))
+            trace_events.append(Mark(BEGIN if event.size == 0 else f"mark {event.size}"))
         elif event.id in alive:
             alive.remove(event.id)
-            found.append(FreeEvent(event.id))
-    return Trace(tuple(found), name)
+            trace_events.append(FreeEvent(event.id))
+    return Trace(tuple(trace_events), name)
 
 
 def iteration(trace: Trace, number: int = -1) -> Trace:
@@ -243,14 +243,14 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
     """
     first, last = _borders(trace, number)
     alive: set[int] = set()
-    kept: list[Malloc | FreeEvent | Mark] = []
+    events: list[Malloc | FreeEvent | Mark] = []
     for event in trace.events[first + 1 : last]:
         if isinstance(event, Malloc):
             alive.add(event.tensor)
         elif isinstance(event, FreeEvent) and event.tensor not in alive:
             continue
-        kept.append(event)
-    return Trace(tuple(kept), trace.name)
+        events.append(event)
+    return Trace(tuple(events), trace.name)
 
 
 def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) -> ReplayPlan:
@@ -289,8 +289,8 @@ def load_plan(plan: Path, trace: Path) -> ReplayPlan:
     If the trace has marks of iterations, the rows are those of its last whole one. Raises
     UnsupportedError, also for a plan of another program.
     """
-    of = read_trace(trace)
-    return replay_plan(read_plan(plan, of), of)
+    recorded = read_trace(trace)
+    return replay_plan(read_plan(plan, recorded), recorded)
 
 
 def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:

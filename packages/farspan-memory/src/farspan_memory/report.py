@@ -40,35 +40,34 @@ CALLS = {
 def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
     """Return tables for each trace: memory, driver calls, a remark; then the costs' sources."""
     parts: list[RenderableType] = []
-    for found in comparisons:
-        parts += [subject(found), memory_table(found), Text()]
-        unlimited = [(result.name, result.unlimited) for result in found.results]
+    for comparison in comparisons:
+        parts += [subject(comparison), memory_table(comparison), Text()]
+        unlimited = [(result.name, result.unlimited) for result in comparison.results]
         parts += [calls_table("driver calls, without a limit on memory", unlimited), Text()]
-        smallest = [(result.name, result.smallest) for result in found.results]
+        smallest = [(result.name, result.smallest) for result in comparison.results]
         parts += [calls_table("driver calls at each allocator's least capacity", smallest), Text()]
-        if given_runs(found):
-            parts += [given_table(found), Text(), calls_table("its calls", given_runs(found))]
+        if runs := given_runs(comparison):
+            parts += [given_table(comparison), Text(), calls_table("its calls", runs)]
             parts.append(Text())
-        if found.expandable_as_good() is not None:
-            parts.append(Text(f"{remark(found)}\n", "bold"))
+        if comparison.expandable_as_good() is not None:
+            parts.append(Text(f"{remark(comparison)}\n", "bold"))
     return Group(*parts, Text(POLICY + pricing()))
 
 
-def subject(found: AllocatorComparison) -> Text:
+def subject(comparison: AllocatorComparison) -> Text:
     """Return the title of a comparison."""
-    text = Text(found.trace or "trace", "bold")
-    text.append(f": {found.events:,} mallocs and frees, at most ", "not bold")
-    text.append(f"{write_bytes(found.live_peak)} alive\n", "not bold")
+    text = Text(comparison.trace or "trace", "bold")
+    text.append(f": {comparison.events:,} mallocs and frees, at most ", "not bold")
+    text.append(f"{write_bytes(comparison.live_peak)} alive\n", "not bold")
     return text
 
 
-def memory_table(found: AllocatorComparison) -> Table:
-    """Return a table of the memory that each allocator reserves without a limit, and of the least
-    capacity with which it completes."""
-    title = f"memory; the least capacity is exact to {write_bytes(found.step)}"
+def memory_table(comparison: AllocatorComparison) -> Table:
+    """Return a table of the memory that each allocator reserves, and needs to complete."""
+    title = f"memory; the least capacity is exact to {write_bytes(comparison.step)}"
     table = lines_table(title, *COLUMNS)
     table.collapse_padding = True  # a column of terabytes fits 80 columns
-    for row in memory_rows(found):
+    for row in memory_rows(comparison):
         table.add_row(*row)
     return table
 
@@ -76,16 +75,16 @@ def memory_table(found: AllocatorComparison) -> Table:
 COLUMNS = ("allocator", "known by", "reserved", "unused", "least", "x live", "retries")
 
 
-def memory_rows(found: AllocatorComparison) -> Iterator[tuple[str, ...]]:
+def memory_rows(comparison: AllocatorComparison) -> Iterator[tuple[str, ...]]:
     """Yield for each allocator its row of the memory table, in the order of `COLUMNS`."""
-    for result in found.results:
+    for result in comparison.results:
         yield (
             result.name,
             known_by(result),
             write_bytes(result.unlimited.reserved_peak),
-            f"{result.fragmentation(found.live_peak):.1%}",
+            f"{result.fragmentation(comparison.live_peak):.1%}",
             write_bytes(result.smallest.capacity or 0),
-            over(result.smallest.capacity or 0, found.live_peak),
+            over(result.smallest.capacity or 0, comparison.live_peak),
             f"{result.smallest.retries:,}",
         )
 
@@ -100,9 +99,9 @@ def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
     return table
 
 
-def given_table(found: AllocatorComparison) -> Table:
+def given_table(comparison: AllocatorComparison) -> Table:
     """Return a table of the runs with the requested capacity."""
-    runs = given_runs(found)
+    runs = given_runs(comparison)
     title = f"with {write_bytes(runs[0][1].capacity or 0)}"
     table = lines_table(title, "allocator", "completes", "retries", "reserved")
     for name, run in runs:
@@ -111,9 +110,9 @@ def given_table(found: AllocatorComparison) -> Table:
     return table
 
 
-def given_runs(found: AllocatorComparison) -> list[tuple[str, AllocatorRun]]:
+def given_runs(comparison: AllocatorComparison) -> list[tuple[str, AllocatorRun]]:
     """Return the name and run of each allocator with the requested capacity, if there was one."""
-    return [(result.name, result.given) for result in found.results if result.given]
+    return [(result.name, result.given) for result in comparison.results if result.given]
 
 
 def known_by(result: AllocatorResult) -> str:
@@ -128,13 +127,13 @@ def over(capacity: int, live: int) -> str:
     return f"{capacity / live:.3f}x" if live else "1.000x"
 
 
-def remark(found: AllocatorComparison) -> str:
+def remark(comparison: AllocatorComparison) -> str:
     """Say whether stitching needs less memory than expandable segments; empty without both."""
-    expandable, stitching = found.least_of(EXPANDABLE), found.least_of(STITCHING)
+    expandable, stitching = comparison.least_of(EXPANDABLE), comparison.least_of(STITCHING)
     if expandable is None or stitching is None:
         return ""
     needs = [f"{r.name}: {_needs(r)}" for r in (expandable, stitching)]
-    if found.expandable_as_good():
+    if comparison.expandable_as_good():
         verdict = (
             f"Expandable segments need as little memory as stitching, within {AS_GOOD:.0%} of the "
             "live peak"
@@ -174,9 +173,9 @@ INK, GRID, LIVE, RESERVED, LOST = "#1f2933", "#d5dbe1", "#8fb8de", "#b3261e", "#
 def picture(comparisons: Sequence[AllocatorComparison]) -> str:
     """Return one SVG document that shows all traces, one below the other."""
     parts, top = [], 0
-    for number, found in enumerate(comparisons):
-        parts.append(f'<g transform="translate(0 {top})">{_trace(found, f"live{number}")}</g>')
-        top += HEAD + len(found.results) * (PANEL + GAP)
+    for number, comparison in enumerate(comparisons):
+        parts.append(f'<g transform="translate(0 {top})">{_trace(comparison, f"live{number}")}</g>')
+        top += HEAD + len(comparison.results) * (PANEL + GAP)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" '
         f'height="{top}" font-family="sans-serif" font-size="12" fill="{INK}">\n'
@@ -186,7 +185,7 @@ def picture(comparisons: Sequence[AllocatorComparison]) -> str:
 
 def page(comparisons: Sequence[AllocatorComparison]) -> str:
     """Return an HTML document with the picture and its numbers."""
-    tables = "\n".join(_table(found) for found in comparisons)
+    tables = "\n".join(_table(comparison) for comparison in comparisons)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         "<title>Memory over time</title>\n<style>body{font-family:sans-serif;margin:2em auto;"
@@ -196,18 +195,20 @@ def page(comparisons: Sequence[AllocatorComparison]) -> str:
     )
 
 
-def _trace(found: AllocatorComparison, live: str) -> str:
+def _trace(comparison: AllocatorComparison, live: str) -> str:
     """Return the SVG of a trace: a panel per allocator; live bytes are drawn once, by id `live`."""
-    most = max([found.live_peak, *(max(shown(r), default=0) for r in found.results)]) or 1
-    title = f"{found.trace or 'trace'}: {found.events:,} mallocs and frees"
+    most = max([comparison.live_peak, *(max(shown(r), default=0) for r in comparison.results)]) or 1
+    title = f"{comparison.trace or 'trace'}: {comparison.events:,} mallocs and frees"
+    area = _area(comparison.live, len(comparison.live), most, LIVE)
     parts = [
         f'<text x="{LEFT}" y="18" font-size="15" font-weight="bold">{escape(title)}</text>',
         _legend(),
-        f'<defs><g id="{live}">{_area(found.live, len(found.live), most, LIVE)}</g></defs>',
+        f'<defs><g id="{live}">{area}</g></defs>',
     ]
-    for index, result in enumerate(found.results):
+    for index, result in enumerate(comparison.results):
         top = HEAD + index * (PANEL + GAP)
-        parts.append(f'<g transform="translate(0 {top})">{_panel(found, result, most, live)}</g>')
+        panel = _panel(comparison, result, most, live)
+        parts.append(f'<g transform="translate(0 {top})">{panel}</g>')
     return "\n".join(parts)
 
 
@@ -220,21 +221,21 @@ def _legend() -> str:
     return "".join(parts)
 
 
-def _panel(found: AllocatorComparison, result: AllocatorResult, most: int, live: str) -> str:
+def _panel(comparison: AllocatorComparison, result: AllocatorResult, most: int, live: str) -> str:
     capacity = result.smallest.capacity or 0
     words = (
         f"{result.name} ({known_by(result)}): reserves "
         f"{write_bytes(result.unlimited.reserved_peak)}, completes with {write_bytes(capacity)} "
-        f"({over(capacity, found.live_peak)} live)"
+        f"({over(capacity, comparison.live_peak)} live)"
     )
     reserved = shown(result)
-    samples = len(found.live)
+    samples = len(comparison.live)
     parts = [
         f'<text x="{LEFT}" y="10">{escape(words)}</text>',
         _area(reserved, samples, most, LOST),
         f'<use href="#{live}"/>',
         *(_tick(share, most) for share in (0.0, 0.5, 1.0)),
-        *_marks(found),
+        *_marks(comparison),
         _line(reserved, samples, most),
     ]
     if result.given is not None and not result.given.completed:
@@ -286,9 +287,9 @@ def _tick(share: float, most: int) -> str:
     )
 
 
-def _marks(found: AllocatorComparison) -> list[str]:
+def _marks(comparison: AllocatorComparison) -> list[str]:
     """Return a panel's lines for the trace's marks if they are few, else for its steps."""
-    marks = found.marks
+    marks = comparison.marks
     if len(marks) > MARKS:
         marks = tuple(mark for mark in marks if mark[1].startswith("step"))
     if len(marks) > MARKS:
@@ -301,11 +302,11 @@ def _marks(found: AllocatorComparison) -> list[str]:
     ]
 
 
-def _table(found: AllocatorComparison) -> str:
-    lines = [_row("th", COLUMNS), *(_row("td", row) for row in memory_rows(found))]
+def _table(comparison: AllocatorComparison) -> str:
+    lines = [_row("th", COLUMNS), *(_row("td", row) for row in memory_rows(comparison))]
     return (
-        f"<h2>{escape(found.trace or 'trace')}</h2>\n<table>{''.join(lines)}</table>\n"
-        f"<p>{escape(remark(found))}</p>"
+        f"<h2>{escape(comparison.trace or 'trace')}</h2>\n<table>{''.join(lines)}</table>\n"
+        f"<p>{escape(remark(comparison))}</p>"
     )
 
 

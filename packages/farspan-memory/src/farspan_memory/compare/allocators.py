@@ -330,11 +330,11 @@ class CachingAllocator:
         if index < len(pool.free):
             self._free_segment(self.blocks[pool.free[index][1]])
             return True
-        found = 0
-        while found < wanted and pool.free and pool.free[-1][0] >= limit:
-            found += pool.free[-1][0]
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= limit:
+            released += pool.free[-1][0]
             self._free_segment(self.blocks[pool.free[-1][1]])
-        return found >= wanted
+        return released >= wanted
 
     def _collect(self) -> None:
         """Apply garbage_collection_threshold: while more than that share is reserved, free unused

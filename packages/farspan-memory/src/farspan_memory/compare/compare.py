@@ -165,23 +165,23 @@ class Stitching:
 
     @property
     def calls(self) -> Mapping[tuple[str, int], int]:
-        found = self._allocator.statistics()
+        counters = self._allocator.statistics()
         whole = {
-            (RESERVE, 0): found.reserves,
-            (VACATE, 0): found.range_frees,
-            (CREATE, self._chunk): found.creates - found.tail_creates,
-            (MAP, self._chunk): found.maps - found.tail_maps,
-            (ACCESS, self._chunk): found.maps - found.tail_maps,
-            (UNMAP, self._chunk): found.unmaps,
-            (RELEASE, self._chunk): found.destroys - found.tail_destroys,
+            (RESERVE, 0): counters.reserves,
+            (VACATE, 0): counters.range_frees,
+            (CREATE, self._chunk): counters.creates - counters.tail_creates,
+            (MAP, self._chunk): counters.maps - counters.tail_maps,
+            (ACCESS, self._chunk): counters.maps - counters.tail_maps,
+            (UNMAP, self._chunk): counters.unmaps,
+            (RELEASE, self._chunk): counters.destroys - counters.tail_destroys,
         }
-        if found.tail_creates == 0:
+        if counters.tail_creates == 0:
             return whole
         tails = {
-            (CREATE, TAIL): found.tail_creates,
-            (MAP, TAIL): found.tail_maps,
-            (ACCESS, TAIL): found.tail_maps,
-            (RELEASE, TAIL): found.tail_destroys,
+            (CREATE, TAIL): counters.tail_creates,
+            (MAP, TAIL): counters.tail_maps,
+            (ACCESS, TAIL): counters.tail_maps,
+            (RELEASE, TAIL): counters.tail_destroys,
         }
         return whole | tails
 
@@ -266,8 +266,8 @@ class AllocatorComparison:
 
     def least_of(self, kind: str) -> AllocatorResult | None:
         """Return the allocator of a kind that completes the trace with the least memory."""
-        found = [result for result in self.results if result.name.startswith(kind)]
-        return min(found, key=lambda result: result.smallest.capacity or 0, default=None)
+        results = [result for result in self.results if result.name.startswith(kind)]
+        return min(results, key=lambda result: result.smallest.capacity or 0, default=None)
 
     def expandable_as_good(self) -> bool | None:
         """Return whether expandable segments need no more memory than stitching, up to a share
@@ -336,24 +336,24 @@ def compare(
 
 def steps_of(trace: Trace) -> list[Step]:
     """Return the mallocs and frees of a trace as tuples, for fast replay."""
-    found: list[Step] = []
+    steps: list[Step] = []
     for event in trace.events:
         if isinstance(event, Malloc):
-            found.append((event.tensor, event.size, event.stream))
+            steps.append((event.tensor, event.size, event.stream))
         elif isinstance(event, FreeEvent):
-            found.append((event.tensor, FREED, 0))
-    return found
+            steps.append((event.tensor, FREED, 0))
+    return steps
 
 
 def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
     """Return a trace's marks as (position, name); position is the share of events before it."""
-    found, before = [], 0
+    positions, before = [], 0
     for event in trace.events:
         if isinstance(event, Mark):
-            found.append((before / max(1, events), event.name))
+            positions.append((before / max(1, events), event.name))
         else:
             before += 1
-    return tuple(found)
+    return tuple(positions)
 
 
 def stride(steps: Sequence[Step]) -> int:
@@ -364,7 +364,7 @@ def stride(steps: Sequence[Step]) -> int:
 def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
     """Return the most bytes alive within each sample of events."""
     sizes: dict[int, int] = {}
-    live, every, found = 0, stride(steps), []
+    live, every, curve = 0, stride(steps), []
     for start in range(0, len(steps), every):
         most = live
         for tensor, size, _ in steps[start : start + every]:
@@ -374,8 +374,8 @@ def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
                 sizes[tensor] = size
                 live += size
                 most = max(most, live)
-        found.append(most)
-    return tuple(found)
+        curve.append(most)
+    return tuple(curve)
 
 
 def contend(

@@ -44,8 +44,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class MixedIntegerProgram:
-    """Minimize the arena's height M subject to rows x <= limits. x holds the tensors' addresses A_1
-    ... A_n, then M, then for each pair a binary z: 0 if the first lies below the second."""
+    """Minimize the height M in x subject to rows x <= limits. x is [addresses A_1 ... A_n, M, z by
+    pair], where the binary z is 0 if the pair's first tensor lies below the second."""
 
     pairs: Pairs
     rows: list[tuple[int, int, float]]  # row, column, coefficient
@@ -119,14 +119,14 @@ def place_by_mip(
     program = write_program(requests, unit, cap)
     left = max(0.0, seconds - (perf_counter() - begin))
     answer = _solve_mip(program, len(requests), left)
-    found = None if answer.x is None else _exact_addresses(requests, program, answer.x)
-    kept = [p for p in (greedy, found) if p and (capacity is None or p.height <= capacity)]
-    if not kept:
+    solved = None if answer.x is None else _exact_addresses(requests, program, answer.x)
+    fitting = [p for p in (greedy, solved) if p and (capacity is None or p.height <= capacity)]
+    if not fitting:
         raise UnsupportedError(
             f"mip: the solver found no placement within {cap:,} bytes in {seconds:g} s, which "
             f"does not prove that there is none: {answer.message}"
         )
-    best = min(kept, key=lambda placement: placement.height)
+    best = min(fitting, key=lambda placement: placement.height)
     bound = _proved_units(answer.mip_dual_bound, program.cap) * unit
     least = least_height(requests, greedy)
     proved = best.height if bound == best.height else least
