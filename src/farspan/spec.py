@@ -18,13 +18,14 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def value(of: type[T]) -> type[T]:
-    """Make a dataclass that only type checkers treat as frozen: a really frozen one takes four
-    times as long to create, and a plan creates 400,000 values."""
+    """Make a dataclass that only type checkers treat as frozen: truly frozen ones take four times
+    as long to create, and a plan creates 400,000."""
     return dataclass(slots=True, unsafe_hash=True)(of)
 
 
 class UnsupportedError(ValueError):
-    """A request that farspan cannot meet exactly; names the field, what was expected, a remedy."""
+    """A request that farspan cannot meet exactly. The message says which field, and what to
+    type."""
 
 
 class Tier(StrEnum):

@@ -117,7 +117,8 @@ def _read_calls(given: Any, place: str) -> list[Any]:
 
 
 def _read_call(given: Any, place: str) -> Message:
-    """Return a tool call, whose arguments must be an object or JSON of one, in its own form."""
+    """Return a tool call. Its arguments, an object or its JSON text, are checked and keep their
+    form."""
     call = read_object(given, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}

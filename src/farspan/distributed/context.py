@@ -98,8 +98,8 @@ class ParallelContext:
         record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
-        found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
-        return found
+        table: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
+        return table
 
     @contextmanager
     def agreement(self, call: str) -> Iterator["Agreement"]:
@@ -152,27 +152,27 @@ class ParallelContext:
     def _texts(self, mine: str) -> list[str]:
         """Return the text that each rank passed, in the order of ranks."""
         peers = self.among(*AXES)
-        own = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
-        sizes = [size for (size,) in self.figures([len(own)])]
-        whole = peers.gather(own.to(self.device), sizes).cpu()
+        encoded = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
+        sizes = [size for (size,) in self.figures([len(encoded)])]
+        whole = peers.gather(encoded.to(self.device), sizes).cpu()
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
 
     def _difference(self, everyone: list[dict[str, Any]]) -> str:
         """Return the error message, equal on every rank, that says how the ranks' facts differ."""
-        refused = [(n, said["refusal"]) for n, said in enumerate(everyone) if "refusal" in said]
+        refused = [(n, entry["refusal"]) for n, entry in enumerate(everyone) if "refusal" in entry]
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
-        found = []
+        differences = []
         for scope in SCOPES:
-            own = [said.get(_key_of(scope), {}) for said in everyone]
-            for name in dict.fromkeys(name for said in own for name in said):
-                values = [said.get(name, MISSING) for said in own]
+            facts = [entry.get(_key_of(scope), {}) for entry in everyone]
+            for name in dict.fromkeys(name for entry in facts for name in entry):
+                values = [entry.get(name, MISSING) for entry in facts]
                 if any(len({values[n] for n in peers}) > 1 for peers in self._groups_of(scope)):
-                    found.append(_between(name, values))
-        if found and found[0].startswith("call: "):
-            found = found[:1]  # facts of different calls cannot be compared
-        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return "; ".join(found[:SHOWN]) + f"{more}; give every rank the same"
+                    differences.append(_between(name, values))
+        if differences and differences[0].startswith("call: "):
+            differences = differences[:1]  # facts of different calls cannot be compared
+        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        return "; ".join(differences[:SHOWN]) + f"{more}; give every rank the same"
 
     def refuse_unlike(self, what: str, value: "Fact") -> None:
         """Raise UnsupportedError on all ranks if `value` differs between them; `what` names it."""
@@ -230,32 +230,34 @@ class Agreement:
 
     def digest(self, scope: tuple[str, ...], turn: int) -> int:
         """Return a 64-bit digest of the facts of a scope, equal on ranks whose facts are equal."""
-        found = hashlib.blake2b(digest_size=8)
+        hasher = hashlib.blake2b(digest_size=8)
         for name, fact in self.facts.get(scope, {}).items():
-            found.update(f"\0{name}\0".encode())
+            hasher.update(f"\0{name}\0".encode())
             if isinstance(fact, Mapping):
                 for part in _pieces(fact, turn):
-                    found.update(part)
+                    hasher.update(part)
             elif isinstance(fact, Described):
-                found.update(fact.digest)
+                hasher.update(fact.digest)
             else:
-                found.update(_value_bytes(fact))
-        return int.from_bytes(found.digest(), signed=True)
+                hasher.update(_value_bytes(fact))
+        return int.from_bytes(hasher.digest(), signed=True)
 
     def words(self, turn: int) -> dict[str, dict[str, str]]:
         """Return the facts as text, by scope and name, for an error that names a difference."""
-        said: dict[str, dict[str, str]] = {}
+        texts: dict[str, dict[str, str]] = {}
         for scope, facts in self.facts.items():
-            own = said.setdefault(_key_of(scope), {})
+            scoped = texts.setdefault(_key_of(scope), {})
             for name, fact in facts.items():
                 if isinstance(fact, Mapping):
                     each = {n: b"".join(_pieces({n: tensor}, turn)) for n, tensor in fact.items()}
-                    own |= {n: _digest_words(found) for n, found in each.items()}
+                    scoped |= {n: _digest_words(value) for n, value in each.items()}
                 elif isinstance(fact, Described):
-                    own |= fact.words()
+                    scoped |= fact.words()
                 else:
-                    own[name] = fact if isinstance(fact, str) else _digest_words(_value_bytes(fact))
-        return said
+                    scoped[name] = (
+                        fact if isinstance(fact, str) else _digest_words(_value_bytes(fact))
+                    )
+        return texts
 
 
 @contextmanager
@@ -272,20 +274,20 @@ def agreement(ranks: ParallelContext | None, call: str) -> Iterator[Agreement]:
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
     """Yield bytes to digest: each tensor's form, and its next elements. See Note: [Contents]."""
-    found: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
         if not tensor.is_meta and tensor.numel():
             flat = tensor.detach().reshape(-1)
             start = turn * PIECE % (-(-len(flat) // PIECE) * PIECE)
             piece = flat[start : start + PIECE].view(torch.uint8)
-            found.setdefault(tensor.device, []).append(piece)
-    yield from (torch.cat(of).cpu().numpy().tobytes() for of in found.values())
+            by_device.setdefault(tensor.device, []).append(piece)
+    yield from (torch.cat(pieces).cpu().numpy().tobytes() for pieces in by_device.values())
 
 
 def _words_of(error: Exception) -> str:
-    said = str(error)
-    return said if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {said}"
+    text = str(error)
+    return text if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {text}"
 
 
 def _key_of(scope: tuple[str, ...]) -> str:
@@ -303,9 +305,11 @@ def _between(name: str, values: list[str]) -> str:
     """Return the error message for a fact whose values differ between ranks."""
     kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
     if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
-        return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())
-    said = {v: "other numbers" if v.startswith(_DIGEST) else v for v in kinds}
-    return f"{name}: " + ", ".join(f"{said[v]} on {_listed(of)}" for v, of in kinds.items())
+        return f"{name}: differs between " + " and ".join(
+            f"ranks {ranks}" for ranks in kinds.values()
+        )
+    shown = {v: "other numbers" if v.startswith(_DIGEST) else v for v in kinds}
+    return f"{name}: " + ", ".join(f"{shown[v]} on {_listed(ranks)}" for v, ranks in kinds.items())
 
 
 def _listed(ranks: list[int]) -> str:
