@@ -242,7 +242,7 @@ class Curve:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Measured FLOP/s of one device in one dtype. Attention's curves are for heads of `head_dim`. A
-    softmax takes as long for narrow heads, so it is separate: on an H100 cuDNN's forward reaches
+    softmax takes as long for narrow heads, so it is timed apart: on an H100 cuDNN's forward reaches
     413 TFLOP/s with heads of 64 and 595 with 128, which 0.38 ps per query, key and head explain."""
 
     matmul: Curve  # against the FLOP of one product

@@ -226,7 +226,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise NotDamaged if a state is another run's, and UnsupportedError if it lacks a key."""
+    """Raise NotDamaged for another run's state, and UnsupportedError if it lacks a needed key."""
     for key, value in expected.items():
         if key not in state:
             raise UnsupportedError(f"{path}: damaged: its {key} is missing")

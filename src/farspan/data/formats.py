@@ -108,8 +108,8 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Return whether a field has no influence on what should be trained. Lists of numbers may
-    always have, and so may objects with a mask, labels or weights."""
+    """Return whether a field cannot affect what is trained. Lists of numbers, and objects that have
+    a mask, labels or weights, always can."""
     if isinstance(value, Mapping):
         words = {word for key in value for word in str(key).lower().split("_")}
         says = bool(words & _IN_TRAINING)

@@ -276,7 +276,8 @@ class Templates:
     day: date
 
     def listing(self) -> list[object]:
-        """Return JSON values that change with the text; the day only if it may be written."""
+        """Return JSON values that change with the template's text, and with the day if it may write
+        it."""
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
         return [*digests, str(self.day) if self.dated() else None]
 
@@ -299,7 +300,7 @@ class Templates:
         kwargs: Mapping[str, Any],
         opened: bool = False,
     ) -> str:
-        """Render a conversation with a record's variables; if `opened`, open the next turn."""
+        """Render a conversation with a record's variables; if `opened`, up to the next answer."""
         template, write = self.choose(tools), cast(Any, self.inner.apply_chat_template)
         with _settled(template, self.day):
             text: str = write(

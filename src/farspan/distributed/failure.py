@@ -239,7 +239,8 @@ class FailureDetector:
         return self._no_answer() if silent else error
 
     def _verdict(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for this rank's `error`: or another rank's."""
+        """Return the exception to raise for this rank's `error`: RankFailed if others were
+        first."""
         words = _words(error)
         try:
             waited = _of_a_collective(error)
@@ -335,7 +336,7 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 raises the same error; wait a moment for it."""
+        """Return whether rank 0 raises an error with the same words; wait a moment for it."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
