@@ -60,7 +60,7 @@ class FarRun(Protocol[Keys]):
         """Return the far attention of a forward cell; None if its layer sees every key."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return those of a chunk's blocks whose keys are near; it begins at token `start`."""
+        """Return the blocks with near keys, among all those of the chunk at token `start`."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:

@@ -300,7 +300,8 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """Yield a backward's launches: `rows` [B, H, C, 4] fp32, for the others; dQ; dK and dV."""
+    """Yield a backward's launches in order: values per query (`rows`, [B, H, C, 4] fp32), which the
+    other two read; dQ; dK and dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}

@@ -391,8 +391,8 @@ def vote_refined(
 def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
-    """Return the scores [B, Hk, m, r * t, S * 16] of queries [B, Hk, m, r * t, D] for the pages of
-    their page of queries' superpages. `run`: these m pages of queries among all M."""
+    """Return the scores [B, Hk, m, r * t, S * 16] of queries [B, Hk, m, r * t, D] in m pages of
+    queries, `run`, for the pages in each one's superpages."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)
