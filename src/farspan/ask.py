@@ -48,7 +48,7 @@ P = ParamSpec("P")
 
 
 class Configuration(Protocol):
-    """A transformers configuration, or any object with its `to_dict`."""
+    """A transformers configuration, or any object that has a method `to_dict`."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -199,7 +199,7 @@ class Request:
         return as_run(question, self.lora)
 
     def strategies(self) -> list[str] | None:
-        """Return the strategies to choose from; None: all. Raises UnsupportedError."""
+        """Return the strategies that the planner may use; None: all. Raises UnsupportedError."""
         if self.strategy == AUTO:
             return None
         check_name(self.strategy)

@@ -26,9 +26,9 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 def describe_host(root: Path = Path("/")) -> dict[str, int]:
     """Return the sizes of main memory that the kernel and the control groups report. `total` may be
     less than the machine has: some virtual machines show memory once it has been used."""
-    found, swap = psutil.virtual_memory(), psutil.swap_memory()
-    shown = {name: int(getattr(found, name)) for name in ("total", "available", "free")}
-    cached = int(getattr(found, "cached", 0))  # on some systems only
+    sizes, swap = psutil.virtual_memory(), psutil.swap_memory()
+    shown = {name: int(getattr(sizes, name)) for name in ("total", "available", "free")}
+    cached = int(getattr(sizes, "cached", 0))  # on some systems only
     facts = {**shown, "cached": cached, "swap_free": int(swap.free)}
     if headroom := _group_headroom(root):
         facts["group"] = min(headroom)
@@ -68,12 +68,12 @@ def _size(number: int) -> str:
 
 def _group_headroom(root: Path) -> list[int]:
     """Return limit - usage (bytes) of every control group of this process, innermost first."""
-    found = []
+    headroom = []
     for folder, limit_name, usage_name in _group_folders(root):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None and limit < UNLIMITED:
-            found.append(max(0, limit - usage + _reclaimable(folder)))
-    return found
+            headroom.append(max(0, limit - usage + _reclaimable(folder)))
+    return headroom
 
 
 def _group_folders(root: Path) -> list[tuple[Path, str, str]]:

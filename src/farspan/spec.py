@@ -18,13 +18,14 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def value(of: type[T]) -> type[T]:
-    """Make a dataclass that only type checkers treat as frozen: a really frozen one takes four
-    times as long to create, and a plan creates 400,000 values."""
+    """Make a dataclass that only type checkers treat as frozen: truly frozen ones take four times
+    as long to create, and a plan creates 400,000."""
     return dataclass(slots=True, unsafe_hash=True)(of)
 
 
 class UnsupportedError(ValueError):
-    """A request that farspan cannot meet exactly; names the field, what was expected, a remedy."""
+    """A request that farspan cannot meet exactly. The message says which field, and what to
+    type."""
 
 
 class Tier(StrEnum):
@@ -241,7 +242,7 @@ class Curve:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Measured FLOP/s of one device in one dtype. Attention's curves are for heads of `head_dim`. A
-    softmax takes as long for narrow heads, so it is separate: on an H100 cuDNN's forward reaches
+    softmax takes as long for narrow heads, so it is timed apart: on an H100 cuDNN's forward reaches
     413 TFLOP/s with heads of 64 and 595 with 128, which 0.38 ps per query, key and head explain."""
 
     matmul: Curve  # against the FLOP of one product

@@ -611,8 +611,8 @@ RANKS = (
     ),
     Fault(
         "fsdp: a micro-batch's gradient replaces the sum",
-        "one.held[parameter] += total",
-        "one.held[parameter] = total",
+        "state.held[parameter] += total",
+        "state.held[parameter] = total",
         ("tests/distributed/test_fsdp.py::test_stages_differ_in_what_they_keep",),
     ),
     Fault(

@@ -130,8 +130,8 @@ FIELD = (
     ),
     Fault(
         "export: a damaged model is the result",
-        "if found.get(name) != files[name])",
-        "if name not in found)",
+        "if digests.get(name) != files[name])",
+        "if name not in digests)",
         (EXPORT + "test_a_damaged_model_is_exported_again",),
     ),
     Fault(

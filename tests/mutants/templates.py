@@ -49,8 +49,8 @@ TEMPLATES = (
     ),
     Fault(
         "chats: the sign of an end ends an answer that holds it",
-        "said = max(begin, len(text) - len(behind)) if known else begin",
-        "said = begin",
+        "content_end = max(begin, len(text) - len(behind)) if known else begin",
+        "content_end = begin",
         (CHATS + "test_turns_are_those_of_trl_s_training_templates",),
     ),
     Fault(

@@ -279,8 +279,8 @@ TRUST = (
     ),
     Fault(
         "weights: earlier batches' sums are forgotten by ranks",
-        "yield cut.own, self._sum(one, cut, total, before.get(cut.own))",
-        "yield cut.own, self._sum(one, cut, total)",
+        "yield cut.own, self._sum(state, cut, total, before.get(cut.own))",
+        "yield cut.own, self._sum(state, cut, total)",
         (OF_RANKS + "test_ranks_train_to_the_bits_of_resident_weights[ulysses2-0]",),
     ),
     Fault(

@@ -272,11 +272,8 @@ class CudaFlash:
 
     def window(self, block: Block) -> tuple[int, int]:
         """Return the op's window: the keys to the left and right of the aligned diagonal, -1 for
-        all.
-
-        Row i of Sq sees columns from i + Sk - Sq - left. In a windowed block without causal mask
-        the op turns right = -1 into Sk, which would hide keys if Sq > Sk + 1.
-        """
+        all. Row i of Sq sees columns from i + Sk - Sq - left. In a windowed block without causal
+        mask the op turns right = -1 into Sk, which would hide keys if Sq > Sk + 1."""
         if block.window is None:
             return -1, 0 if block.causal else -1
         assert block.queries <= block.keys + 1, block

@@ -46,11 +46,8 @@ class KeyValues(Protocol):
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         """Add gradients dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] to the sums of tokens [start,
-        stop) in the batch rows `rows`.
-
-        They have the model's or the accumulate dtype; the sums must have the latter. Called once
-        after each call of `keys`, with its range.
-        """
+        stop) in the batch rows `rows`. They have the model's or the accumulate dtype; the sums must
+        have the latter. Called once after each call of `keys`, with its range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +225,8 @@ class _Joined:
 
 class _BlockSum:
     """A sum of gradients from several blocks; a first part of full size becomes the sum without a
-    copy.
-
-    Parts are new tensors of kernels, so the first may be added to. Kernels add two parts of full
-    size at a time.
-    """
+    copy. Parts are new tensors of kernels, so the first may be added to. Kernels add two parts of
+    full size at a time."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, call: AttentionCall) -> None:
         self.like, self.dtype, self.call = like, dtype, call
@@ -373,11 +367,8 @@ def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
 
 def _visits(call: AttentionCall) -> Iterator[_Visit]:
     """Yield the reads of earlier keys that the chunk needs, in ascending order; blocks with
-    overlapping key ranges share a read.
-
-    Blocks are cut on the grid of kv_block, so no visit crosses it, and each range is requested
-    once, for all documents and tiles of windows that share it.
-    """
+    overlapping key ranges share a read. Blocks are cut on the grid of kv_block, so no visit crosses
+    it, and each range is requested once, for all documents and tiles of windows that share it."""
     for blocks in overlapping(b for b in call.blocks if b.k_start < call.own_start):
         start, stop = min(b.k_start for b in blocks), max(b.k_stop for b in blocks)
         ranges = {(b.row_start, b.row_stop) for b in blocks}

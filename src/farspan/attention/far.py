@@ -60,11 +60,11 @@ class FarRun(Protocol[Keys]):
         """Return the far attention of a forward cell; None if its layer sees every key."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return the blocks with near keys, of all `blocks` of the chunk at token `start`."""
+        """Return the blocks with near keys, among all those of the chunk at token `start`."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """Returns a measured cell's seen mass, making the CPU wait; None: none was measured."""
+        """A function that waits for the measured attention mass; None if none was measured."""
 
 
 @dataclass(frozen=True, slots=True)

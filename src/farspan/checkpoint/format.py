@@ -109,15 +109,15 @@ class SavedCheckpoint:
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
     """Run `work` and return its result. Raises UnsupportedError on all ranks if it does on one."""
-    found, said = None, None
+    result, own_refusal = None, None
     try:
-        found = work()
+        result = work()
     except UnsupportedError as error:
-        said = (isinstance(error, NotDamaged), str(error))
-    for refusal in filter(None, world.all_gather(said)):
+        own_refusal = (isinstance(error, NotDamaged), str(error))
+    for refusal in filter(None, world.all_gather(own_refusal)):
         raise (NotDamaged if refusal[0] else UnsupportedError)(refusal[1])
-    assert found is not None
-    return found
+    assert result is not None
+    return result
 
 
 # -- writing ------------------------------------------------------------------------------------
@@ -141,12 +141,12 @@ def save_entries(
             boxes = _write(unfinished / f"rank-{world.number:05d}.safetensors", entries, world)
         except OSError as error:
             failure = str(error)
-        found = world.all_gather((boxes, failure))
-        for rank, (_, why) in enumerate(found):
+        results = world.all_gather((boxes, failure))
+        for rank, (_, why) in enumerate(results):
             if why is not None:
                 raise WriteFailed(why if world.size == 1 else f"rank {rank}: {why}")
         forms = world.all_gather({n: (_word(t.dtype), p.shape) for n, (t, p) in entries.items()})
-        written = [box for boxes, _ in found for box in boxes]
+        written = [box for boxes, _ in results for box in boxes]
         world.run_on_rank0(lambda: _finish(unfinished, path, forms, written, state))
     except BaseException:
         if world.is_rank0:  # frees space: the disk may be full
@@ -177,7 +177,7 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
     }
     text = json.dumps(header).encode("utf-8")
     text += b" " * (-len(text) % 8)
-    found = []
+    boxes = []
     try:
         # The digest of a box is computed while the system writes its bytes.
         with path.open("xb") as file, ThreadPoolExecutor(1, "farspan-hash") as pool:
@@ -188,12 +188,12 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
                 file.write(data)
                 place = {"file": path.name, "start": 8 + len(text) + start}
                 place["xxh3"] = digest.result()
-                found.append({"name": name, "offset": box.there, "shape": box.sizes, **place})
+                boxes.append({"name": name, "offset": box.there, "shape": box.sizes, **place})
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise write_failure(path, error.strerror or str(error)) from error
-    return found
+    return boxes
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -205,7 +205,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, ShardRegion]]:
     """Return the boxes that this rank writes. One of the ranks that hold a box writes it, such that
     all write about equally many bytes."""
-    own = {
+    boxes = {
         _key(name, box.there): (name, box)
         for name, (tensor, place) in entries.items()
         for whole in place.boxes
@@ -213,8 +213,10 @@ def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, Shard
     }
     holders: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    given = {key: prod(box.sizes) * entries[name][0].itemsize for key, (name, box) in own.items()}
-    everyone = world.all_gather(given)
+    nbytes = {
+        key: prod(box.sizes) * entries[name][0].itemsize for key, (name, box) in boxes.items()
+    }
+    everyone = world.all_gather(nbytes)
     for rank, theirs in enumerate(everyone):
         sizes |= theirs
         for key in theirs:
@@ -224,7 +226,7 @@ def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, Shard
         writer = min(holders[key], key=load.__getitem__)
         load[writer] += sizes[key]
         if writer == world.number:
-            mine.append(own[key])
+            mine.append(boxes[key])
     return mine
 
 
@@ -249,8 +251,8 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the list once all ranks have written, and rename the folder. Raises WriteFailed."""
-    named = {name: form for own in forms for name, form in own.items()}
+    """Write the checkpoint's list, when all ranks are done, and publish it. Raises WriteFailed."""
+    named = {name: form for rank_forms in forms for name, form in rank_forms.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
         for name, (dtype, shape) in named.items()
@@ -299,9 +301,9 @@ def read_list(path: Path) -> SavedCheckpoint:
         raise UnsupportedError(f"{where}: damaged or changed: its own XXH3 does not match")
     with parsing(where):
         tensors = {name: _tensor(entry) for name, entry in listed["tensors"].items()}
-        found = SavedCheckpoint(path, LIST, dict(listed["state"]), tensors)
-    refuse_short(found)
-    return found
+        checkpoint = SavedCheckpoint(path, LIST, dict(listed["state"]), tensors)
+    refuse_short(checkpoint)
+    return checkpoint
 
 
 def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
@@ -442,7 +444,8 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box that this rank needs: regions of its tensor and the box."""
+    """Yield the parts of a saved box that this rank holds, as regions of its tensor (`here`) and of
+    the box (`there`)."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)

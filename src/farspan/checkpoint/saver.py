@@ -91,13 +91,13 @@ class TrainState:
 
 def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
     """Read a run's progress from a checkpoint's state. Raises UnsupportedError if it is missing."""
-    given: Any = state.get("position")
-    whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
-    if not whole or any(type(value) is not int or value < 0 for value in given.values()):
+    position: Any = state.get("position")
+    whole = isinstance(position, dict) and position.keys() == {"step", "tokens", "skipped"}
+    if not whole or any(type(value) is not int or value < 0 for value in position.values()):
         raise UnsupportedError(
-            f"{path}: position: expected step, tokens and skipped, integers >= 0, got {given!r}"
+            f"{path}: position: expected step, tokens and skipped, integers >= 0, got {position!r}"
         )
-    return TrainState(**given)
+    return TrainState(**position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise NotDamaged if a checkpoint's state belongs to another run, and UnsupportedError if it
-    lacks an expected key."""
+    """Raise NotDamaged for another run's state, and UnsupportedError if it lacks a needed key."""
     for key, value in expected.items():
         if key not in state:
             raise UnsupportedError(f"{path}: damaged: its {key} is missing")
@@ -257,8 +256,8 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
 def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
     """Return the tensors that a checkpoint saves: trained parameters, each under its first name,
     and buffers of the weights. Frozen parameters come from the source of the model."""
-    own = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return {**own, **buffers_of(model)}
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {**parameters, **buffers_of(model)}
 
 
 def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
@@ -278,11 +277,11 @@ def entries_of(
         # Counts of updates are scalars, and the same on all ranks.
         return places[name] if tensor.ndim and name in places else whole_placement(tensor.shape)
 
-    found = {f"model/{name}": (tensor, place(tensor, name)) for name, tensor in model.items()}
+    entries = {f"model/{name}": (tensor, place(tensor, name)) for name, tensor in model.items()}
     for key, tensor in optimizer.items():
         name = key.split("/", 1)[1]
-        found[f"optimizer/{key}"] = tensor, place(tensor, name)
-    return found
+        entries[f"optimizer/{key}"] = tensor, place(tensor, name)
+    return entries
 
 
 class Saver:
@@ -460,15 +459,15 @@ def is_exported(
 ) -> bool:
     """Return whether `folder` already holds the whole export of this very checkpoint. A folder that
     has changed since is renamed, and `note` gets a message."""
-    said = read_json(folder / SOURCE, files=dict) or {}
-    files = said.pop(FILES, {})  # earlier versions wrote none
-    if said != source_of(checkpoint, marks):
+    recorded = read_json(folder / SOURCE, files=dict) or {}
+    files = recorded.pop(FILES, {})  # earlier versions wrote none
+    if recorded != source_of(checkpoint, marks):
         return False
-    found = _digests(folder) if files else {}
-    changed = sorted(name for name in files if found.get(name) != files[name])
+    digests = _digests(folder) if files else {}
+    changed = sorted(name for name in files if digests.get(name) != files[name])
     if changed:
         aside = _set_aside(folder)
-        what = "has changed since it was exported" if changed[0] in found else "is gone"
+        what = "has changed since it was exported" if changed[0] in digests else "is gone"
         note(
             f"warning: {folder / changed[0]} {what}; farspan renamed its folder to {aside.name} "
             "and exports the model again"
@@ -530,10 +529,10 @@ def _spare_what_is_theirs(folder: Path, new: Path, note: Callable[[str], None]) 
     if os.path.lexists(folder) and not folder.is_dir():
         theirs = [folder.name]
     else:
-        there = set(os.listdir(folder)) if folder.is_dir() else set()
-        said = (read_json(folder / SOURCE, files=dict) or {}).get(FILES, {})
-        ours = {*os.listdir(new), *said, CARD, INDEX_FOLDER} if SOURCE in there else set()
-        theirs = sorted(there - ours)
+        names = set(os.listdir(folder)) if folder.is_dir() else set()
+        recorded = (read_json(folder / SOURCE, files=dict) or {}).get(FILES, {})
+        ours = {*os.listdir(new), *recorded, CARD, INDEX_FOLDER} if SOURCE in names else set()
+        theirs = sorted(names - ours)
     if theirs:
         aside = _set_aside(folder)
         note(
@@ -560,30 +559,30 @@ def _without_bars() -> Iterator[None]:
 def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] | None:
     """Return the whole model's `state_dict()` in main memory on rank 0; None on others. All ranks
     call it."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
 
     def keep(name: str, whole: Tensor) -> None:
-        found[name] = whole.to("cpu", copy=True)
+        weights[name] = whole.to("cpu", copy=True)
 
     gather_weights(sharded_model, keep)
-    found |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers_of(model).items()}
+    weights |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers_of(model).items()}
     if not first_of_stage(sharded_model):
         return None
     number = sharded_model.ranks.rank.number
     for stage in Rank(sharded_model.ranks.layout, 0).peers("pipeline")[1:]:
         if number == 0:
-            found |= _receive(stage)
+            weights |= _receive(stage)
         elif number == stage:
-            _send({n: t for n, t in found.items() if n not in _outer(sharded_model)}, 0)
-    return _in_order(model, found) if number == 0 else None
+            _send({n: t for n, t in weights.items() if n not in _outer(sharded_model)}, 0)
+    return _in_order(model, weights) if number == 0 else None
 
 
 def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
     """Gather every weight of this rank's pipeline stage, one unit on the device at a time; all
     ranks call it. Only the stage's first rank calls `keep`, with each name and weight."""
     speaks = first_of_stage(sharded_model)
-    for name, own in sharded_model.sharded.wholes():
-        whole = own if sharded_model.tensor is None else sharded_model.tensor.whole(name, own)
+    for name, part in sharded_model.sharded.wholes():
+        whole = part if sharded_model.tensor is None else sharded_model.tensor.whole(name, part)
         if speaks:
             keep(name, whole)
 
@@ -593,11 +592,11 @@ def first_of_stage(sharded_model: ShardedModel) -> bool:
     return all(i == 0 for axis, i in sharded_model.ranks.rank.along.items() if axis != "pipeline")
 
 
-def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _in_order(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under all their names: tied weights have several names for one tensor."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-    return {name: found[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
+    return {name: weights[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
 
 
 def _outer(sharded_model: ShardedModel) -> set[str]:
@@ -614,10 +613,10 @@ def _send(tensors: Mapping[str, Tensor], to: int) -> None:
 
 
 def _receive(source: int) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, shape, dtype in messages.receive(source):
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel():
             dist.recv(tensor.view(-1).view(torch.uint8), src=source)
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors

@@ -117,7 +117,7 @@ class ChatForm(Form):
     def names(self, word: str) -> bool:
         """Return whether a template uses this name, as a variable, an attribute or a key."""
         templates = (self.templates.default, self.templates.tool_use)
-        return any((found := named_in(t)) is None or word in found for t in templates)
+        return any((used := named_in(t)) is None or word in used for t in templates)
 
     def own_templates(self) -> tuple[str, ...]:
         """Return the chat templates that came with the tokenizer."""
@@ -169,9 +169,9 @@ class ChatForm(Form):
 
     def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
         """Return `written` with a note whether a message contains a token that ends turns."""
-        said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
-        held = any(sign in said for sign in (*self.stops, *self.marks))
-        return replace(written, holds_sign=held)
+        contents = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
+        contains = any(sign in contents for sign in (*self.stops, *self.marks))
+        return replace(written, holds_sign=contains)
 
     def template_says(self, document: Document) -> bool:
         """Return whether the template itself marks the model's turns."""
@@ -338,25 +338,31 @@ class ChatForm(Form):
         stop token, or after the template's mark of the end or of the next turn; else at the end of
         the template's text for the turn. A sign within the content does not end it."""
         document, messages, text = turn.document, turn.messages, turn.text
-        _, found, behind = probe.rpartition(_NOWHERE)
-        known = bool(found) and text.endswith(behind)
-        said = max(begin, len(text) - len(behind)) if known else begin  # end of the content
-        until, own = self._text(document, messages[: turn.number + 1]), ""
+        _, marker, behind = probe.rpartition(_NOWHERE)
+        known = bool(marker) and text.endswith(behind)
+        content_end = max(begin, len(text) - len(behind)) if known else begin
+        until, ending = self._text(document, messages[: turn.number + 1]), ""
         end = len(until)
         if not text.startswith(until):
             # The template may omit thoughts from turns that others follow, but nothing else.
-            own = self._text(document, turn.elsewhere(alone=True)).rpartition(_NOWHERE)[2]
-            before = until.removesuffix(own)
-            if not known or not until.endswith(own) or not before.endswith(text[begin:said]):
+            ending = self._text(document, turn.elsewhere(alone=True)).rpartition(_NOWHERE)[2]
+            before = until.removesuffix(ending)
+            if (
+                not known
+                or not until.endswith(ending)
+                or not before.endswith(text[begin:content_end])
+            ):
                 return None
-            end = said + _shared(behind, own)
+            end = content_end + _shared(behind, ending)
         for signs in (self.stops, self.marks):
             ends = [
-                text.rfind(s, said, end) + len(s) for s in signs if text.find(s, said, end) >= 0
+                text.rfind(s, content_end, end) + len(s)
+                for s in signs
+                if text.find(s, content_end, end) >= 0
             ]
             if ends:
                 return max(ends)
-        if own and end < said + len(own):
+        if ending and end < content_end + len(ending):
             return None
         follows = messages[turn.number + 1 :]
         if not follows:
@@ -377,7 +383,8 @@ class ChatForm(Form):
         return self._sign_at(more, len(text)) if more.startswith(text) else ""
 
     def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
-        """Write messages by the template; if `opened`, also the sign that the model speaks next."""
+        """Write messages by the template; if `opened`, with the prompt for the model's next
+        turn."""
         tools, kwargs = document.fields.get(TOOLS), self._kwargs(document)
         write = partial(self.templates.write, messages, tools, kwargs, opened)
         return self._refusing(document, lambda: (write(), None))[0]

@@ -129,7 +129,8 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """Return the form that reads records. Raises UnsupportedError if the tokenizer cannot."""
+    """Return the form that reads records. Raises UnsupportedError for a tokenizer that does not
+    fit."""
     everything = config.loss is Loss.ALL
     has_template = config.chat_template is not None or (
         isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
@@ -390,7 +391,7 @@ class Corpus:
         return [part.train for part in self.parts if isinstance(part.train, Stream)]
 
     def sequences_per_epoch(self) -> int | None:
-        """Return the sequences until every document was read; None if a stream's end is unknown."""
+        """Return how many sequences read every document once; None if a stream's end is unknown."""
         if self.streams() or isinstance(self.train, Stream):
             return None
         return self.train.sequences_per_epoch()
@@ -686,7 +687,7 @@ def _describe_files(part: Part) -> Iterator[str]:
 
 
 def _counts(counts: Counter[str]) -> str:
-    """Return text with the most frequent names, their counts, and the number of all others."""
+    """List the most frequent names with their counts, and the number of all others, as text."""
     most = counts.most_common(_MOST_KINDS)
     others = counts.total() - sum(number for _, number in most)
     return ", ".join(f"{number:,} {name}" for name, number in most) + (

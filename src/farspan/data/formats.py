@@ -108,8 +108,8 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Return whether a field has no influence on what should be trained. Lists of numbers may
-    always have, and so may objects with a mask, labels or weights."""
+    """Return whether a field cannot affect what is trained. Lists of numbers, and objects that have
+    a mask, labels or weights, always can."""
     if isinstance(value, Mapping):
         words = {word for key in value for word in str(key).lower().split("_")}
         says = bool(words & _IN_TRAINING)
@@ -476,18 +476,18 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
         if document.fields.get(name) is None:
             continue
-        given = _whole_numbers(document, name)
+        values = _whole_numbers(document, name)
         if name in (POSITIONS, SEQ_IDX):
-            given = _of_each(document, name, given, tokens)[own]
+            values = _of_each(document, name, values, tokens)[own]
         if name == POSITIONS:
-            starts = given == 0
-            fits = starts[:1].all() and (starts[1:] | (np.diff(given) == 1)).all()
+            starts = values == 0
+            fits = starts[:1].all() and (starts[1:] | (np.diff(values) == 1)).all()
             expected = "positions that begin at 0 and rise by one, or restart at 0"
         elif name == SEQ_IDX:
-            starts, fits, expected = np.diff(given, prepend=-1) != 0, True, ""
+            starts, fits, expected = np.diff(values, prepend=-1) != 0, True, ""
             starts[:1] = True
         else:
-            edges = np.concatenate([[0], np.cumsum(given)]) if name == LENGTHS else given
+            edges = np.concatenate([[0], np.cumsum(values)]) if name == LENGTHS else values
             rising = len(edges) > 1 and (np.diff(edges) > 0).all()
             # Check the inner edges too: a sum of lengths above 2**63 is negative.
             inside = rising and edges.min() == 0 and edges.max() == count

@@ -214,7 +214,8 @@ class Mixture:
         return self._numbered(packing, self._packings[packing].once(number))
 
     def _due(self, time: Fraction) -> list[int]:
-        """Return how many sequences of each packing are due by `time`."""
+        """Return how many sequences each packing has to have given by `time`, a number of
+        sequences."""
         return [math.floor(time * rate + Fraction(1, 2)) for rate in self._rates]
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -259,7 +260,7 @@ def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class PieceArrays:
-    """Pieces of documents, at most a sequence long, longest first; arrays with one element each."""
+    """Pieces of documents, at most a sequence long, the longest first: one array per field."""
 
     documents: np.ndarray  # int64, index in the store
     starts: np.ndarray  # int64, token in the document

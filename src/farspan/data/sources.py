@@ -725,24 +725,24 @@ def _loaders() -> tuple[Any, Any]:
         raise UnsupportedError(MISSING.format(error=error)) from error
 
 
-def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
+def _saved(dataset: Any, path: str, name: str | None, split: str) -> Any:
     """Return the requested split of a `save_to_disk` folder. Raises UnsupportedError."""
     if name is not None:
         raise UnsupportedError(
             f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "
             "name out"
         )
-    if isinstance(found, load("datasets", "DatasetDict")):
-        if split not in found:
+    if isinstance(dataset, load("datasets", "DatasetDict")):
+        if split not in dataset:
             raise UnsupportedError(
-                f"data.split: {path!r} has no split {split!r}; it has: {', '.join(found)}"
+                f"data.split: {path!r} has no split {split!r}; it has: {', '.join(dataset)}"
             )
-        return found[split]
+        return dataset[split]
     # A saved split knows its name, unless it was made in memory.
-    saved = DEFAULT_SPLIT if found.split is None else str(found.split)
+    saved = DEFAULT_SPLIT if dataset.split is None else str(dataset.split)
     if split != saved:
         raise UnsupportedError(
             f"data.split: {path!r} was written by save_to_disk and holds only the split {saved!r}, "
             f"got {split!r}; set data.split to {saved!r}"
         )
-    return found
+    return dataset

@@ -221,7 +221,8 @@ class Stream:
                 before = window = 0
 
     def _packing(self, turn: int, window: int) -> Packing | None:
-        """Return a window's packing in a pass, or None. Only one thread reads at a time."""
+        """Return a window's packing in a pass; None if nothing is trained. One thread reads at
+        once."""
         if (turn, window) in self._opened:
             return self._opened[turn, window]
         ahead, self._ahead = self._ahead, None
@@ -264,27 +265,27 @@ class Stream:
         with locked(self.folder, str(window % _LOCKS)):
             if window >= len(self._facts):
                 self._load()
-            known = self._facts[window] if window < len(self._facts) else None
-            if known is not None and known.sequences == 0:
+            recorded = self._facts[window] if window < len(self._facts) else None
+            if recorded is not None and recorded.sequences == 0:
                 return None
             start = self._facts[window - 1].end if window else BEGINNING
             assert start is not None, "the window before it is not the last"
-            source, found = Window(self.reader, start, self.size), None
+            source, opened = Window(self.reader, start, self.size), None
             try:
                 store = self.opens(source, cache=self.folder / f"{window:06}", watch=watch)
                 documents = np.arange(store.documents()) if window else self.choose(store)
                 draw = Draw.WINDOWS.generator(self.seed, turn, window)
-                found = store, self.pack(store, documents, int(draw.integers(1 << 62)))
+                opened = store, self.pack(store, documents, int(draw.integers(1 << 62)))
             except Useless:
                 if window == 0:
                     raise
-            sequences = 0 if found is None else found[1].kept.sequences
-            digest = "" if found is None else found[0].digest
-            if known is None:
+            sequences = 0 if opened is None else opened[1].kept.sequences
+            digest = "" if opened is None else opened[0].digest
+            if recorded is None:
                 self._learn(source, sequences, digest)
-            elif known.digest != digest:
+            elif recorded.digest != digest:
                 raise self._changed(window, f", or delete {self.folder} and")
-            return found
+            return opened
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
         """Record the facts of a window read for the first time, here and in the cache's file."""
@@ -294,10 +295,10 @@ class Stream:
         with locked(self.folder, FACTS):
             self._facts.append(facts)
             self._refuse_changed()
-            there = _read_facts(self.folder)
-            if len(there) < len(self._facts):
-                known = [asdict(window_facts) for window_facts in self._facts]
-                text = json.dumps({"windows": known, "seal": _seal(known)})
+            stored = _read_facts(self.folder)
+            if len(stored) < len(self._facts):
+                records = [asdict(window_facts) for window_facts in self._facts]
+                text = json.dumps({"windows": records, "seal": _seal(records)})
                 write_whole(self.folder / FACTS, text.encode())
 
     def _load(self) -> None:

@@ -117,7 +117,8 @@ def _read_calls(given: Any, place: str) -> list[Any]:
 
 
 def _read_call(given: Any, place: str) -> Message:
-    """Return a tool call, whose arguments must be an object or JSON of one, in its own form."""
+    """Return a tool call. Its arguments, an object or its JSON text, are checked and keep their
+    form."""
     call = read_object(given, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
@@ -275,7 +276,8 @@ class Templates:
     day: date
 
     def listing(self) -> list[object]:
-        """Return JSON values that change with the text; the day only if it may be written."""
+        """Return JSON values that change with the template's text, and with the day if it may write
+        it."""
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
         return [*digests, str(self.day) if self.dated() else None]
 
@@ -298,7 +300,7 @@ class Templates:
         kwargs: Mapping[str, Any],
         opened: bool = False,
     ) -> str:
-        """Render a conversation with a record's variables; if `opened`, open the next turn."""
+        """Render a conversation with a record's variables; if `opened`, up to the next answer."""
         template, write = self.choose(tools), cast(Any, self.inner.apply_chat_template)
         with _settled(template, self.day):
             text: str = write(

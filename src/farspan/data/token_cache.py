@@ -433,7 +433,8 @@ class _Table:
     any_trained: bool = False
 
     def add(self, document: Document, content: OneContent, parts: Parts) -> Iterator[int]:
-        """Append a document's tokens; after each part but the first, yield all tokens so far."""
+        """Append a document's tokens; between its parts, yield the number of tokens written so
+        far."""
         size = 0
         for encoded in parts:
             if self.paired and not encoded.trained[1:].any():
@@ -631,7 +632,7 @@ Read = Callable[[Document], Content]
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
     """Return a function that reads records by `form`. If the form renders a template, a child
-    process does it: It raises UnsupportedError at a record that needs over CPU_SECONDS or
+    process does it. It raises UnsupportedError at a record that needs over CPU_SECONDS or
     MEMORY."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):

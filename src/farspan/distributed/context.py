@@ -106,8 +106,8 @@ class ParallelContext:
         record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
-        found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
-        return found
+        table: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
+        return table
 
     @contextmanager
     def agreement(self, call: str) -> Iterator[Agreement]:
@@ -160,27 +160,27 @@ class ParallelContext:
     def _texts(self, mine: str) -> list[str]:
         """Return the text that each rank passed, in the order of ranks."""
         peers = self.among(*AXES)
-        own = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
-        sizes = [size for (size,) in self.figures([len(own)])]
-        whole = peers.gather(own.to(self.device), sizes).cpu()
+        encoded = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
+        sizes = [size for (size,) in self.figures([len(encoded)])]
+        whole = peers.gather(encoded.to(self.device), sizes).cpu()
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
 
     def _difference(self, everyone: list[dict[str, Any]]) -> str:
         """Return the error message, equal on every rank, that says how the ranks' facts differ."""
-        refused = [(n, said["refusal"]) for n, said in enumerate(everyone) if "refusal" in said]
+        refused = [(n, entry["refusal"]) for n, entry in enumerate(everyone) if "refusal" in entry]
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
-        found = []
+        differences = []
         for scope in SCOPES:
-            own = [said.get(key_of(scope), {}) for said in everyone]
-            for name in dict.fromkeys(name for said in own for name in said):
-                values = [said.get(name, MISSING) for said in own]
+            facts = [entry.get(key_of(scope), {}) for entry in everyone]
+            for name in dict.fromkeys(name for entry in facts for name in entry):
+                values = [entry.get(name, MISSING) for entry in facts]
                 if any(len({values[n] for n in peers}) > 1 for peers in self._groups_of(scope)):
-                    found.append(between(name, values))
-        if found and found[0].startswith("call: "):
-            found = found[:1]  # facts of different calls cannot be compared
-        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return "; ".join(found[:SHOWN]) + f"{more}; give every rank the same"
+                    differences.append(between(name, values))
+        if differences and differences[0].startswith("call: "):
+            differences = differences[:1]  # facts of different calls cannot be compared
+        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        return "; ".join(differences[:SHOWN]) + f"{more}; give every rank the same"
 
     def refuse_unlike(self, what: str, value: Fact) -> None:
         """Raise UnsupportedError on all ranks if `value` differs between them; `what` names it."""
@@ -192,8 +192,8 @@ SHOWN = 4  # differences that an error names
 
 
 def _words_of(error: Exception) -> str:
-    said = str(error)
-    return said if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {said}"
+    text = str(error)
+    return text if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {text}"
 
 
 def weight_facts(model: nn.Module) -> dict[str, Fact]:

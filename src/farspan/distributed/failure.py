@@ -206,24 +206,24 @@ class FailureDetector:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found = self._end(error)
+        raised = self._end(error)
         self._stop.set()
         if self._silence < SILENCE:
             self._thread.join(SILENCE)
-        elif isinstance(found, RankFailed) and self._leave is not None:
+        elif isinstance(raised, RankFailed) and self._leave is not None:
             # NCCL's own threads call the store as well, and a process waits for them at its end.
-            self._leave(found)
-        if found is not None and found is not error:
-            raise found from error
+            self._leave(raised)
+        if raised is not None and raised is not error:
+            raise raised from error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Return the exception to raise for this rank's `error`, and tell the others that this rank
         has left. See Note: [The store]."""
-        found: list[BaseException] = []
+        verdict: list[BaseException] = []
 
         def part() -> None:
             if error is not None:
-                found.append(self._verdict(error))
+                verdict.append(self._verdict(error))
             with suppress(RuntimeError):  # the owner of the store may have left first
                 self._store.set(f"left/{self.rank}", "")
                 if error is not None and self.rank == 0:
@@ -233,13 +233,13 @@ class FailureDetector:
         work.start()
         while work.is_alive() and self._silence < SILENCE:
             work.join(HEARTBEAT / 10)
-        if found or error is None:
-            return found[0] if found else None
+        if verdict or error is None:
+            return verdict[0] if verdict else None
         silent = self._silence >= SILENCE and _of_a_collective(error)
         return self._no_answer() if silent else error
 
     def _verdict(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for this rank's `error`; RankFailed if another was
+        """Return the exception to raise for this rank's `error`: RankFailed if others were
         first."""
         words = _words(error)
         try:
@@ -308,12 +308,12 @@ class FailureDetector:
         before = {rank: self._store.add(f"heartbeat/{rank}", 0) for rank in self._others()}
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         while time.monotonic() < deadline:
-            found = self._fault(self._store) or self._missed(self._store)
+            fault = self._fault(self._store) or self._missed(self._store)
             stopped = [rank for rank in self._others() if self._is_stopped(rank)]
-            if found is None and stopped:
-                found = self._claim(self._store, self._silent(stopped[0]))
-            if found is not None:
-                return found
+            if fault is None and stopped:
+                fault = self._claim(self._store, self._silent(stopped[0]))
+            if fault is not None:
+                return fault
             still = self._behind()  # the last of several late ranks
             late = {rank: what for rank, what in late.items() if rank in still} or late
             time.sleep(HEARTBEAT / 10)
@@ -325,8 +325,7 @@ class FailureDetector:
         return None
 
     def _behind(self) -> dict[int, str]:
-        """Return the activities of ranks with fewer synchronisations than this one, slowest
-        first."""
+        """Return the activities of ranks with fewer synchronisations than this, slowest first."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
@@ -337,7 +336,7 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 raises the same error; wait a moment for it."""
+        """Return whether rank 0 raises an error with the same words; wait a moment for it."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
@@ -412,12 +411,12 @@ class FailureDetector:
         return None
 
     def _lives(self, rank: int) -> bool:
-        """Return whether a rank's process still exists; True for ranks on other machines."""
+        """Return whether a rank's process still exists; True if it is on another machine."""
         home = self._where[rank]
         return home.machine != self._home.machine or _status(home.process) != GONE
 
     def _is_stopped(self, rank: int) -> bool:
-        """Return whether a signal has stopped a rank's process; False on other machines."""
+        """Return whether a signal has stopped a rank's process; False on another machine."""
         home = self._where[rank]
         return home.machine == self._home.machine and _status(home.process) in STOPPED
 
@@ -536,8 +535,8 @@ class CooperativeStop:
             self._passed += 1
             if self._said is None or self._alone:
                 return 0
-            known = self._changed.wait_for(lambda: self._place or self._alone, self._patience)
-            if not known:
+            answered = self._changed.wait_for(lambda: self._place or self._alone, self._patience)
+            if not answered:
                 raise RankFailed(
                     f"{self._missing} did not answer a request to stop for {self._patience:g} s; "
                     "see its log"

@@ -108,18 +108,18 @@ def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
     """Raise UnsupportedError if two parameters share memory: they would be updated apart."""
-    found = []
+    spans = []
     for unit in units:
         for x, (name, _) in unit.items():
             if x.numel() and x.data_ptr():  # has memory
                 steps = zip(x.shape, x.stride(), strict=True)
                 last = sum((extent - 1) * step for extent, step in steps)
-                found.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, name))
-    for (_, stop, one), (start, _, other) in pairwise(sorted(found)):
+                spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, name))
+    for (_, stop, first), (start, _, other) in pairwise(sorted(spans)):
         if start < stop:
             raise UnsupportedError(
-                f"{field}: {other} and {one} are two parameters in the same memory; make them one "
-                f"parameter, or set {otherwise}"
+                f"{field}: {other} and {first} are two parameters in the same memory; make them "
+                f"one parameter, or set {otherwise}"
             )
 
 
@@ -164,19 +164,19 @@ class ShardPlacement:
 
     def rows(self, start: int, stop: int) -> "ShardPlacement":
         """Return the placement after the rank's tensor is cut to its rows [start, stop)."""
-        kept = []
+        boxes = []
         for box in self.boxes:
             first, last = max(box.here[0], start), min(box.here[0] + box.sizes[0], stop)
             if first < last:
                 there = box.there[0] + first - box.here[0]
-                kept.append(
+                boxes.append(
                     ShardRegion(
                         (first - start, *box.here[1:]),
                         (there, *box.there[1:]),
                         (last - first, *box.sizes[1:]),
                     )
                 )
-        return ShardPlacement(self.shape, tuple(kept))
+        return ShardPlacement(self.shape, tuple(boxes))
 
 
 def whole_placement(shape: Sequence[int]) -> ShardPlacement:
@@ -221,7 +221,7 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _ShardedParameter:
-    """A parameter of a unit as its two forms, shard and whole, and their memory."""
+    """One parameter: this rank's shard, the whole when gathered, and the memory of both."""
 
     name: str
     slots: list[ParameterSlot]
@@ -288,8 +288,8 @@ class ShardedParameters:
         beyond = inner if outer is None else (outer, self._mesh(outer))
         self._units = [*(_FsdpUnit(*inner) for _ in layers), _FsdpUnit(*beyond)]
         here = range(len(layers)) if here is None else here
-        for unit, found in zip(self._units, find_parameters(model, layers, here), strict=True):
-            self._cut(unit, found)
+        for unit, parameters in zip(self._units, find_parameters(model, layers, here), strict=True):
+            self._cut(unit, parameters)
         self._slots = parameter_slots(model)
 
     def refuse_replaced(self, model: nn.Module) -> None:
@@ -332,16 +332,16 @@ class ShardedParameters:
     @torch.no_grad()
     def gather(self, unit: int) -> None:
         """All-gather a unit's parameters, bit for bit. See Note: [One parameter at a time]."""
-        one = self._units[unit]
-        if self.gathered(unit) or one.memory is None:
+        state = self._units[unit]
+        if self.gathered(unit) or state.memory is None:
             return
-        one.memory.untyped_storage().resize_(one.memory.nbytes)
-        for cut in one.cuts:
+        state.memory.untyped_storage().resize_(state.memory.nbytes)
+        for cut in state.cuts:
             cut.whole.requires_grad_(cut.own.requires_grad)
             # The host writes here after it has read the gradients, which waits for this copy.
             mine = cut.shard.to(self.device, non_blocking=True)
-            one.peers.gather_into(cut.place, mine)
-        one.put(True)
+            state.peers.gather_into(cut.place, mine)
+        state.put(True)
 
     def release(self, unit: int) -> None:
         """Replace a unit's whole parameters by their shards again; stages that keep weights whole
@@ -357,16 +357,16 @@ class ShardedParameters:
         A rank without a gradient of a parameter contributes zeros; if no rank has one, `.grad`
         stays as it is. In ZERO_1 gradients add up until the step's end.
         """
-        one = self._units[unit]
-        found = {cut.whole: totals.pop(cut.whole) for cut in one.cuts if cut.whole in totals}
+        state = self._units[unit]
+        gradients = {cut.whole: totals.pop(cut.whole) for cut in state.cuts if cut.whole in totals}
         if self.stage is not Stage.ZERO_1:
-            self._reduce(one, found)
+            self._reduce(state, gradients)
             return
-        for parameter, total in found.items():
-            if parameter in one.held:
-                one.held[parameter] += total
+        for parameter, total in gradients.items():
+            if parameter in state.held:
+                state.held[parameter] += total
             else:
-                one.held[parameter] = total
+                state.held[parameter] = total
 
     @torch.no_grad()
     def sums(
@@ -382,11 +382,11 @@ class ShardedParameters:
         Use a sum before asking for the next; all ranks iterate to the end. Gradients are taken out
         of `totals`; where this rank has none, the memory in `places` is zeroed and used.
         """
-        one = self._units[unit]
-        for cut in self._summed(one, totals):
+        state = self._units[unit]
+        for cut in self._summed(state, totals):
             total = totals.pop(cut.whole, None)
             total = places[cut.own].zero_() if total is None else total
-            yield cut.own, self._sum(one, cut, total, before.get(cut.own))
+            yield cut.own, self._sum(state, cut, total, before.get(cut.own))
 
     @torch.no_grad()
     def end(self, *, sync: bool = True) -> None:
@@ -418,11 +418,13 @@ class ShardedParameters:
     ) -> dict[str, ShardPlacement]:
         """Return where this rank's part of each parameter lies in the whole. `before`: the
         placements of parameters that were already one rank's parts before sharding."""
-        found = {}
+        placements = {}
         for cut in (cut for unit in self._units for cut in unit.cuts):
-            place = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
-            found[cut.name] = place if self.stage is Stage.ZERO_0 else place.rows(*cut.rows)
-        return found
+            placement = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
+            placements[cut.name] = (
+                placement if self.stage is Stage.ZERO_0 else placement.rows(*cut.rows)
+            )
+        return placements
 
     def wholes(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter's name and whole value, gathered one unit at a time and valid until
@@ -436,33 +438,35 @@ class ShardedParameters:
 
     # -- how ------------------------------------------------------------------------------------
 
-    def _cut(self, unit: _FsdpUnit, found: UnitParameters) -> None:
+    def _cut(self, unit: _FsdpUnit, parameters: UnitParameters) -> None:
         if self.stage is Stage.ZERO_0:
             empty = torch.empty(0, dtype=torch.uint8)
-            for p, (name, slots) in found.items():
+            for p, (name, slots) in parameters.items():
                 rows = (0, p.shape[0] if p.ndim else 1)
                 own = self._blank(p) if p.is_meta else p
                 unit.cuts.append(_ShardedParameter(name, slots, own, own, rows, empty, empty))
             unit.put(True)
             return
-        for parameter, (name, _) in found.items():
+        for parameter, (name, _) in parameters.items():
             refuse_unshardable(parameter, name)
-        sizes = [shard_bytes(p.shape, p.itemsize, unit.peers.size) for p in found]
+        sizes = [shard_bytes(p.shape, p.itemsize, unit.peers.size) for p in parameters]
         wholes = [line_aligned(size * unit.peers.size) for size in sizes]
         unit.memory = torch.empty(sum(wholes), dtype=torch.uint8, device=self.device)
         pinned = self._home.type == "cpu" and self.device.type == "cuda"
         shards = torch.zeros(
             sum(map(line_aligned, sizes)), dtype=torch.uint8, device=self._home, pin_memory=pinned
         )
-        here = there = 0
-        for (p, (name, slots)), size, whole in zip(found.items(), sizes, wholes, strict=True):
-            shard = shards[here : here + size]
-            place = _typed_view(unit.memory, there, (size * unit.peers.size,), torch.uint8)
-            kept = nn.Parameter(_typed_view(unit.memory, there, p.shape, p.dtype), p.requires_grad)
+        shard_start = start = 0
+        for (p, (name, slots)), size, whole in zip(parameters.items(), sizes, wholes, strict=True):
+            shard = shards[shard_start : shard_start + size]
+            place = _typed_view(unit.memory, start, (size * unit.peers.size,), torch.uint8)
+            gathered = nn.Parameter(
+                _typed_view(unit.memory, start, p.shape, p.dtype), p.requires_grad
+            )
             rows = rows_of_rank(p.shape[0], unit.peers.index, unit.peers.size)
-            own = self._own(unit, p, shards, here, rows)
-            unit.cuts.append(_ShardedParameter(name, slots, own, kept, rows, shard, place))
-            here, there = here + line_aligned(size), there + whole
+            own = self._own(unit, p, shards, shard_start, rows)
+            unit.cuts.append(_ShardedParameter(name, slots, own, gathered, rows, shard, place))
+            shard_start, start = shard_start + line_aligned(size), start + whole
         unit.memory.untyped_storage().resize_(0)
         unit.put(False)
 
@@ -522,8 +526,8 @@ class ShardedParameters:
         have = [cut.whole in totals for cut in cuts]
         counts = unit.peers.sum(torch.tensor(have, dtype=torch.int32, device=self.device))
         # A rank with all gradients need not wait for the device to know.
-        found = have if all(have) else counts.tolist()
-        return [cut for cut, count in zip(cuts, found, strict=True) if count]
+        has_gradient = have if all(have) else counts.tolist()
+        return [cut for cut, count in zip(cuts, has_gradient, strict=True) if count]
 
     def _sum(
         self,
@@ -584,8 +588,8 @@ def local(tensor: Tensor) -> Tensor:
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype for a parameter's `.grad`: its `grad_dtype`, or else the accumulate dtype,
     which may be wider than the gradients of autograd."""
-    wanted = parameter.grad_dtype
-    return accumulate_dtype(parameter.dtype) if wanted is None else wanted
+    dtype = parameter.grad_dtype
+    return accumulate_dtype(parameter.dtype) if dtype is None else dtype
 
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:

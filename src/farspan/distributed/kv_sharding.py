@@ -52,8 +52,7 @@ class WholeRows(KeyValues, Protocol):
     """`KeyValues` that can also be read and added to as whole rows, in the layout ranks send."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] before the chunk, until the cell
-        ends."""
+        """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks."""
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
         """Add dK and dV of the rows that `prefix_rows` returns, in the accumulate dtype. Called
@@ -142,8 +141,7 @@ class Ring:
         self, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> Iterator[tuple[int, "_PeerRows"]]:
         """Yield the other peers and their rows, from the previous peer backwards. Transfers
-        overlap: own rows are in flight when this returns, and the next peer's while one's are
-        used."""
+        overlap: own rows are in flight when this returns, and later ones while some are used."""
         if self.peers.size == 1:
             return iter(())
         index = self.peers.index

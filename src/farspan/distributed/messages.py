@@ -252,18 +252,18 @@ def _value(found: Any) -> Any:
 
 
 def _class(name: str) -> Any:
-    """Return the class that a message names. Raises TypeError unless it is farspan's data."""
+    """Return the class that a message names. Raises TypeError unless it is for farspan's data."""
     module, _, path = name.partition(":")
     if not _OWN.fullmatch(module):
         raise TypeError(f"{name} is not a class of farspan")
     first, *inner = path.split(".")
-    found: Any = load(module, first)
+    cls: Any = load(module, first)
     for part in inner:
-        found = vars(found)[part]
-    data = is_dataclass(found) or (isinstance(found, type) and issubclass(found, (Enum, tuple)))
-    if not isinstance(found, type) or not (data or issubclass(found, _ERRORS)):
+        cls = vars(cls)[part]
+    data = is_dataclass(cls) or (isinstance(cls, type) and issubclass(cls, (Enum, tuple)))
+    if not isinstance(cls, type) or not (data or issubclass(cls, _ERRORS)):
         raise TypeError(f"{name} is not a dataclass, enumeration, named tuple or error")
-    return found
+    return cls
 
 
 def _instance(content: Any) -> Any:
@@ -301,10 +301,10 @@ def _member(content: Any) -> Enum:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is not a dtype")
-    return found
+    return dtype
 
 
 def _array(content: Any) -> np.ndarray:

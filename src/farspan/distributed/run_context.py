@@ -112,14 +112,14 @@ def process_group(
 
 
 @contextmanager
-def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
+def _joining(launch: LaunchEnv, seconds: float) -> Iterator[None]:
     """Guard calls of the store while no FailureDetector runs yet: if the store does not answer
     within `seconds`, end the process, because such calls neither return nor raise. Raises
     RankFailed for errors of the calls."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     host = _launcher() or f"rank 0, which has the store of all ranks at {where},"
     silent = RankFailed(
-        f"rank {place.rank}: {host} has not answered for {seconds + SILENCE:g} s while the ranks "
+        f"rank {launch.rank}: {host} has not answered for {seconds + SILENCE:g} s while the ranks "
         "were joining: its process is frozen, or its node or the link to it is down"
     )
     watchdog = threading.Timer(seconds + SILENCE, exit_process, [silent])
@@ -135,24 +135,24 @@ def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
         why = f"{words}; {host} or another rank has not started, has ended or is frozen"
         if isinstance(error, dist.DistNetworkError):
             why = f"{host} has not started, has ended or is frozen: {words}"
-        raise RankFailed(f"rank {place.rank}: {why}; see the logs of all ranks") from error
+        raise RankFailed(f"rank {launch.rank}: {why}; see the logs of all ranks") from error
     finally:
         watchdog.cancel()
 
 
-def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
+def _store(launch: LaunchEnv, timeout: timedelta) -> PrefixStore:
     """Connect to the key-value store of all ranks. torchrun keeps one store through all attempts,
     with the addresses of dead ranks, so each attempt has a prefix of its own."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_master = place.rank == 0 and _launcher() is None
+    is_master = launch.rank == 0 and _launcher() is None
     store = TCPStore(
         host,
         port,
-        place.ranks,
+        launch.ranks,
         is_master=is_master,
         timeout=timeout,
         multi_tenant=True,
-        master_listen_fd=_listen(host, port, place.near < place.ranks) if is_master else None,
+        master_listen_fd=_listen(host, port, launch.near < launch.ranks) if is_master else None,
     )
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
@@ -169,14 +169,14 @@ def _listen(host: str, port: int, is_far: bool) -> int | None:
     if loopback and is_far and host not in ("localhost", "127.0.0.1", "::1"):
         return None  # a host's own name, which Debian's /etc/hosts maps to 127.0.1.1
     for family, kind, protocol, _, address in places:
-        own = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
         try:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            own.bind(address)
-            own.listen(_BACKLOG)
-            return own.detach()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            return listener.detach()
         except OSError:
-            own.close()
+            listener.close()
     return None
 
 
@@ -271,7 +271,8 @@ class DistributedContext:
             self.halt.ask(number)
 
     def must_stop(self, place: StopPoint) -> int:
-        """Return the signal's number if all ranks stop here, else 0; never where only some pass."""
+        """Return the signal's number if all ranks stop at this point, else 0. They never stop at a
+        point that only some ranks pass."""
         # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
         # only, may be shorter than the others.
         if place is not StopPoint.BATCH and self.layout.pipeline > 1:
@@ -293,9 +294,9 @@ class DistributedContext:
         """Return the lists of all replicas joined, in the order of replicas."""
         if self.ranks is None:
             return items
-        found = self.all_gather(items)
+        by_rank = self.all_gather(items)
         firsts = Rank(self.layout, 0).peers("data")
-        return [item for rank in firsts for item in found[rank]]
+        return [item for rank in firsts for item in by_rank[rank]]
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values that the ranks pass, in the order of ranks."""
@@ -364,21 +365,20 @@ def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.dev
 
 def _refuse_unlike(values: Mapping[str, Any]) -> None:
     """Raise UnsupportedError if this rank's settings or versions differ from rank 0's."""
-    given = {key: value for key, value in values.items() if key not in OWN}
-    mine = {**given, "farspan": VERSION, "torch": torch.__version__}
+    settings = {key: value for key, value in values.items() if key not in OWN}
+    mine = {**settings, "farspan": VERSION, "torch": torch.__version__}
     all_of = _everyone(mine)
-    for key in sorted({key for one in all_of for key in one}):
-        found = [one.get(key) for one in all_of]
-        others = [rank for rank, value in enumerate(found) if value != found[0]]
+    for key in sorted({key for facts in all_of for key in facts}):
+        by_rank = [facts.get(key) for facts in all_of]
+        others = [rank for rank, value in enumerate(by_rank) if value != by_rank[0]]
         if others:
             raise UnsupportedError(
-                f"{key}: {found[0]!r} on rank 0, but {found[others[0]]!r} on {_listed(others)}; "
-                "give every rank the same"
+                f"{key}: {by_rank[0]!r} on rank 0, but {by_rank[others[0]]!r} on "
+                f"{_listed(others)}; give every rank the same"
             )
 
 
 def _everyone(value: T) -> list[T]:
-    """Return the values that the ranks of the process group pass, in their order."""
     return messages.gather(value)
 
 

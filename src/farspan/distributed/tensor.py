@@ -115,8 +115,8 @@ class _SharedBlock(StandIn):
         self._peers, self._counts = peers, counts
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        given = {"hidden_states": arguments[0]} if arguments else keywords
-        tokens = _Gather.apply(given["hidden_states"], self._peers, self._counts, TOKENS)
+        inputs = {"hidden_states": arguments[0]} if arguments else keywords
+        tokens = _Gather.apply(inputs["hidden_states"], self._peers, self._counts, TOKENS)
         if arguments:
             out = self._module(tokens, *arguments[1:], **keywords)
         else:
@@ -294,12 +294,12 @@ PROBE_LIMIT = torch.finfo(torch.float32).eps ** 0.5
 def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None:
     """Check on one process that sharding keeps each layer's function; raise UnsupportedError if it
     does not. `layers` are whole."""
-    known = set()
+    checked = set()
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
-        kind = layer_signature(layer, index)
-        if kind in known:
+        signature = layer_signature(layer, index)
+        if signature in checked:
             continue
-        known.add(kind)
+        checked.add(signature)
         wide = copy.deepcopy(layer).to(torch.promote_types(_dtype(layer), torch.float32))
         _randomise(wide)
         where = f"{plan.prefix}.{index}"
@@ -322,10 +322,10 @@ def _run_sharded(
     try:
         return run(index, shell)
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         raise UnsupportedError(
             f"tensor: {where} ({type(layer).__name__}) fails when the model's own plan shards it "
-            f"over {ranks} devices ({said}); {INSTEAD}"
+            f"over {ranks} devices ({message}); {INSTEAD}"
         ) from error
 
 
@@ -407,6 +407,6 @@ def _randomise(layer: nn.Module) -> None:
         p.copy_(noise * p.shape[-1] ** -0.5 if p.ndim > 1 else 1 + 0.2 * noise)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    error = float((found.double() - expected.double()).norm())
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    error = float((actual.double() - expected.double()).norm())
     return error / float(expected.double().norm())

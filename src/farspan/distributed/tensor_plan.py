@@ -33,8 +33,7 @@ INSTEAD = "use ulysses instead of tensor"
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """How a parameter is sharded along a dimension: ranks have equal slices of each part (Q, K,
-    V)."""
+    """How a parameter is sharded along a dimension, in equal slices of each part (Q, K, V)."""
 
     shape: tuple[int, ...]  # of the whole parameter
     dim: int
@@ -142,7 +141,7 @@ class _PlanReader:
     kv_heads: int
 
     def layer(self, where: str, layer: nn.Module) -> LayerPlan:
-        found: dict[str, dict[str, str]] = {}
+        by_block: dict[str, dict[str, str]] = {}
         for name, style in self._named(layer):
             block, _, leaf = name.partition(".")
             what = f"{where}.{name} ({style})"
@@ -154,10 +153,10 @@ class _PlanReader:
                 raise UnsupportedError(
                     f"tensor: {what} is not a direct child of attention or an MLP; {INSTEAD}"
                 )
-            found.setdefault(block, {})[leaf] = style
+            by_block.setdefault(block, {})[leaf] = style
         cuts: dict[str, ParameterCut] = {}
         blocks = []
-        for name, styles in found.items():
+        for name, styles in by_block.items():
             blocks.append(self._block(f"{where}.{name}", name, layer, styles, cuts))
         _refuse_whole_attention(where, layer, blocks)
         return LayerPlan(tuple(blocks), cuts)
@@ -189,7 +188,7 @@ class _PlanReader:
         weight = _linear(where, last[0], styles[last[0]], module).weight
         attends = hasattr(module, "is_causal")
         features, widths = weight.shape[1], set()
-        found = {f"{last[0]}.weight": ParameterCut(tuple(weight.shape), 1, (features,))}
+        block_cuts = {f"{last[0]}.weight": ParameterCut(tuple(weight.shape), 1, (features,))}
         for leaf, style in styles.items():
             if style not in COLWISE:
                 continue
@@ -197,8 +196,10 @@ class _PlanReader:
             first = next(iter(parameters.values()))
             parts = self._parts(style, first.shape[0], features, attends)
             widths.add(first.shape[0])
-            found |= {key: ParameterCut(tuple(p.shape), 0, parts) for key, p in parameters.items()}
-        for leaf, cut in found.items():
+            block_cuts |= {
+                key: ParameterCut(tuple(p.shape), 0, parts) for key, p in parameters.items()
+            }
+        for leaf, cut in block_cuts.items():
             self._refuse_uneven(f"{where}.{leaf}", cut)
             cuts[f"{name}.{leaf}"] = cut
         return TensorBlock(name, last[0], attends, tuple(_wide(module, widths, styles)))
@@ -258,9 +259,9 @@ def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
 def _column(where: str, leaf: str, style: str, block: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that a colwise entry of the plan names: a linear module's, or one of
     the block itself, such as sinks."""
-    own = block._parameters.get(leaf)
-    if own is not None:
-        return {leaf: own}
+    direct = block._parameters.get(leaf)
+    if direct is not None:
+        return {leaf: direct}
     named = _linear(where, leaf, style, block).named_parameters()
     return {f"{leaf}.{name}": parameter for name, parameter in named}
 

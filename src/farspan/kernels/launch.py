@@ -30,7 +30,8 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Kernel argument: a tensor [B, H, T, D] with inner stride 1; [T, B, H, D] has others."""
+    """Kernel argument: [B, H, T, D] with inner stride 1, or [T, B, H, D] with its strides
+    reordered."""
 
     base: Any
     batch: int

@@ -88,7 +88,7 @@ Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
 
 @dataclass(frozen=True, slots=True)
 class SparseCall:
-    """The settings of one chunk's sparse attention; equal layers share them."""
+    """The settings of one chunk's sparse attention, for all layers of equal scale and heads."""
 
     sparse: Sparse
     near: AttentionCall
@@ -199,11 +199,9 @@ def attend_sparse_backward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of a chunk's q, k, v and sinks under sparse attention, in the accumulate
-    dtype.
-
-    `attended` has the results of `attend_sparse`, and the choice it was called with. The chunk's
-    gradients of earlier keys go to `pages`: `add_gradient` for near ones, `add` for far ones.
-    """
+    dtype. `attended` has the results of `attend_sparse`, and the choice it was called with. The
+    chunk's gradients of earlier keys go to `pages`: `add_gradient` for near ones, `add` for far
+    ones."""
     out, lse, choice = attended
     choice = _possible(call, choice)
     if choice.shape[3]:
@@ -243,13 +241,11 @@ def seen_mass(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the share of dense attention's mass that sampled queries of a chunk see: the mean and
-    the minimum, [2] in the accumulate dtype, computed without making the CPU wait.
-
-    `tokens` are the sampled ones of the chunk's q [B, H, C, D], with its own keys k and its sparse
-    lse. `spans` are ranges that cover all earlier keys, in ascending order, as `key_values` serves
-    them. All earlier keys are read once: with K on host that costs as much transfer as dense
-    attention, so measure rarely.
-    """
+    the minimum, [2] in the accumulate dtype, computed without making the CPU wait. `tokens` are the
+    sampled ones of the chunk's q [B, H, C, D], with its own keys k and its sparse lse. `spans` are
+    ranges that cover all earlier keys, in ascending order, as `key_values` serves them. All earlier
+    keys are read once: with K on host that costs as much transfer as dense attention, so measure
+    rarely."""
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
     few, position = q[:, :, sample].to(dtype), sample + call.near.q_start

@@ -172,13 +172,13 @@ class _Reader:
         budget are among those of a larger one."""
         far = self._far(q, k, scale, softcap, sinks)
         queries = q.shape[0] * q.shape[1] * self.positions.numel()
-        near, found = queries - far.sum(), {}
+        near, masses = queries - far.sum(), {}
         for name in self.kept:
             votes = self._votes(name, layer, q, k, scale)
             order = votes.sort(dim=3, descending=True, stable=True).indices
             chosen = far.gather(3, order).sum((0, 1, 2)).cumsum(0)
-            found[name] = ((near + pad(chosen, (1, 0))) / queries).cpu()
-        return found
+            masses[name] = ((near + pad(chosen, (1, 0))) / queries).cpu()
+        return masses
 
     def _far(
         self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
@@ -187,12 +187,12 @@ class _Reader:
         of queries and the heads that share K, V."""
         dtype, page = accumulate_dtype(q.dtype), self.sparse.page
         pages, kv_heads = self.sparse.candidates(self.start), k.shape[1]
-        keys, found = k.to(dtype).mT, []
+        keys, page_masses = k.to(dtype).mT, []
         key = torch.arange(k.shape[2], device=q.device)
         for places in self.positions:
             # The heads of a group stacked: their keys are read once, not copied for each.
-            few = q[:, :, places].to(dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
-            scores = (few @ keys).mul_(scale).unflatten(2, (-1, len(places)))
+            queries = q[:, :, places].to(dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+            scores = (queries @ keys).mul_(scale).unflatten(2, (-1, len(places)))
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             scores.masked_fill_(key > places[:, None], -torch.inf)
@@ -200,8 +200,8 @@ class _Reader:
             if sinks is not None:
                 lse = lse.logaddexp(sinks.to(dtype).view(kv_heads, -1, 1, 1))
             weights = (scores[..., pages.start * page : pages.stop * page] - lse).exp_()
-            found.append(weights.unflatten(4, (-1, page)).sum((2, 3, 5)))
-        return torch.stack(found, 2)
+            page_masses.append(weights.unflatten(4, (-1, page)).sum((2, 3, 5)))
+        return torch.stack(page_masses, 2)
 
     def _votes(self, name: str, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """Return the votes [B, Hk, M, n] that a selector gives the candidate pages."""
@@ -212,12 +212,12 @@ class _Reader:
             return torch.rand(shape, generator=generator).to(q.device)
         sparse = replace(self.sparse, selector=name)
         before = k[:, :, pages.start * sparse.page : pages.stop * sparse.page]
-        own = q[:, :, self.positions.flatten()]
+        queries = q[:, :, self.positions.flatten()]
         if name == INDEX:
             assert self.index is not None
-            own, before = self.index.layers[layer].compared(own, before)
+            queries, before = self.index.layers[layer].compared(queries, before)
         means = mean_keys(before.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
-        return vote(own, means, sparse, scale, None, pages.start)
+        return vote(queries, means, sparse, scale, None, pages.start)
 
 
 @torch.no_grad()
@@ -248,12 +248,12 @@ def kept_masses(
     positions = make_inputs(ids, ids, None, stages.vocab).position_ids
     refuse_context(stages.model, tokens)
     start = (tokens - 1) // schedule.chunk * schedule.chunk
-    own = torch.arange(start, tokens, device=ids.device).unflatten(0, (-1, sparse.query_tokens))
-    some = sampled(len(own), QUERY_PAGES)
+    last = torch.arange(start, tokens, device=ids.device).unflatten(0, (-1, sparse.query_tokens))
+    sample = sampled(len(last), QUERY_PAGES)
     reader = _Reader(
         sparse,
         start,
-        own[some.start : some.stop : some.step],
+        last[sample.start : sample.stop : sample.step],
         AttentionKernels(stages.device, stages.dtype),
         seed,
         index,
@@ -302,9 +302,9 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
     if sparse.candidates(start):
         return whole
     recent = start // 4 // sparse.page * sparse.page
-    some = replace(sparse, recent=recent).candidates(start)
+    pages = replace(sparse, recent=recent).candidates(start)
     fewer = f"recent={write_tokens(recent)} in --sparse"
-    fewer = fewer if some else "a smaller --chunk, page, recent and sinks"
+    fewer = fewer if pages else "a smaller --chunk, page, recent and sinks"
     raise UnsupportedError(
         f"context: the last chunk of {write_tokens(tokens)} tokens, from token {start:,} on, sees "
         f"all tokens before it as {write_tokens(sparse.recent)} recent tokens and "
@@ -336,7 +336,7 @@ def sparse_losses(
 ) -> dict[str, float]:
     """Return the mean loss of the last quarter of the tokens with sparse attention, by selector.
     `begin` is called with its name before each pass, which takes as long as a dense one."""
-    sparse, found = schedule.sparse, {}
+    sparse, losses = schedule.sparse, {}
     assert sparse is not None
     ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]
     labels = ids.clone()
@@ -344,7 +344,7 @@ def sparse_losses(
     others = {RANDOM: RandomPages(budget // sparse.page, seed), INDEX: index}
     for name in choosers(index):
         begin(name)
-        own = replace(sparse, budget=budget, selector=SELECTORS[0] if name == RANDOM else name)
-        step = Step(model, replace(schedule, sparse=own), selector=others.get(name))
-        found[name] = float(step.evaluate(ids, labels))
-    return found
+        settings = replace(sparse, budget=budget, selector=SELECTORS[0] if name == RANDOM else name)
+        step = Step(model, replace(schedule, sparse=settings), selector=others.get(name))
+        losses[name] = float(step.evaluate(ids, labels))
+    return losses

@@ -75,8 +75,8 @@ ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
 @dataclass(slots=True)
 class Means:
-    """The keys that represent a layer's pages in votes: mean keys, or keys of its index. They lie
-    in a buffer of the program, one cell per chunk (`engine.buffers.ProgramBuffers.cells`)."""
+    """The keys that represent a layer's pages in votes, mean keys or those of an index, in a buffer
+    with a cell per chunk (`engine.buffers.ProgramBuffers.cells`)."""
 
     cells: Tensor  # [chunks, n * R, B, Hk, D], n pages of a full chunk, R mean keys of each
     tokens: int  # tokens per mean
@@ -85,13 +85,13 @@ class Means:
 
     def write(self, chunk: int, k: Tensor) -> None:
         """Store the representatives of a chunk, made from its keys k [C, B, Hk, D]."""
-        found = mean_keys(k, self.tokens) if self.index is None else self.index.of_keys(k)
-        self.cells[chunk, : len(found)] = found
+        representatives = mean_keys(k, self.tokens) if self.index is None else self.index.of_keys(k)
+        self.cells[chunk, : len(representatives)] = representatives
 
     def read(self, pages: range) -> Tensor:
         """Return these pages' representatives [B, Hk, len(pages) * R, D], if possible as a view."""
-        found = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
-        return found.permute(1, 2, 0, 3)
+        representatives = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
+        return representatives.permute(1, 2, 0, 3)
 
 
 @dataclass(slots=True)
@@ -284,18 +284,18 @@ class BufferPages:
         backward = self.prefix.gradients_in is not None
         sizes = slot_parts(far, units, entries, backward=backward)
         starts = accumulate(map(aligned, sizes.values()), initial=0)
-        whole, found = storage.cell(slot.name, self.chunk), {}
+        whole, parts = storage.cell(slot.name, self.chunk), {}
         # An operation that writes to a view too short would enlarge it, over its neighbours.
         assert sum(map(aligned, sizes.values())) <= len(whole), f"{slot.name}: {units} units"
         for (name, size), start in zip(sizes.items(), starts, strict=False):
             part = whole[start : start + size]
             if name not in ROWS:
-                found[name] = part.view(torch.int64)
+                parts[name] = part.view(torch.int64)
                 continue
             dtype = storage.accumulate_dtype if name.startswith("d") else storage.dtype
             dim = far.head_dim if name.endswith("k") else far.value_dim
-            found[name] = part.view(dtype).view(-1, dim)
-        return found
+            parts[name] = part.view(dtype).view(-1, dim)
+        return parts
 
     # -- in line ---------------------------------------------------------------------------------
 
@@ -303,8 +303,8 @@ class BufferPages:
         assert self.choice is not None
         units = units_of(self.choice, self.slots.counts.get(self._cell()))
         self.slots.counts[self._cell()] = len(units)
-        for some in units.slabs(self._most_units()):
-            yield Slab(some, *self._gathered(some))
+        for slab_units in units.slabs(self._most_units()):
+            yield Slab(slab_units, *self._gathered(slab_units))
 
     def _gathered(self, units: Units) -> tuple[Tensor, Tensor]:
         """Copy the K [U, P, D] and V [U, P, Dv] of these units into new tensors on the device."""
@@ -397,14 +397,16 @@ def refuse_keys_on_host(schedule: Schedule) -> None:
         )
 
 
-def _reads_votes(given: GivenSelector | None, sparse: Sparse) -> Selector:
-    if given is None:
+def _reads_votes(selector: GivenSelector | None, sparse: Sparse) -> Selector:
+    if selector is None:
         return TopK(sparse.budget // sparse.page)
-    if isinstance(given, OWN_SELECTORS):
-        return given
-    if not callable(given):
-        raise UnsupportedError(f"selector: expected a function from votes to pages, got {given!r}")
-    return Checked(given)
+    if isinstance(selector, OWN_SELECTORS):
+        return selector
+    if not callable(selector):
+        raise UnsupportedError(
+            f"selector: expected a function from votes to pages, got {selector!r}"
+        )
+    return Checked(selector)
 
 
 @dataclass(slots=True)
@@ -461,10 +463,10 @@ class SparseCell:
     def _learn(
         self, learner: LayerIndex, call: SparseCall, q: Tensor, lse: Tensor, pages: BufferPages
     ) -> None:
-        there, choice = pages.resident(), self._choice(q, pages)
-        assert there is not None, "keys on host are refused earlier"
+        resident, choice = pages.resident(), self._choice(q, pages)
+        assert resident is not None, "keys on host are refused earlier"
         for number in sampled(choice.shape[2], LESSONS):
-            learn(learner, lesson(call, q, lse, choice, number, there.k))
+            learn(learner, lesson(call, q, lse, choice, number, resident.k))
 
     def attend_backward(
         self,
@@ -477,8 +479,8 @@ class SparseCell:
         """Return gradients as `attention.chunk.attend_backward` does; `of_keys`: q, k, v."""
         call, pages, (q, k, v) = self.run.call(self.i, dense), self.at_hand, of_keys
         assert pages is not None
-        given: Attended = (*attended, self._choice(q, pages))
-        return attend_sparse_backward(call, dout, q, k, v, given, pages, sinks)
+        results: Attended = (*attended, self._choice(q, pages))
+        return attend_sparse_backward(call, dout, q, k, v, results, pages, sinks)
 
     def _choice(self, q: Tensor, pages: BufferPages) -> Tensor:
         if self.choice is not None:
@@ -488,17 +490,17 @@ class SparseCell:
         return torch.empty(q.shape[0], heads, page_count, 0, dtype=torch.int32, device=q.device)
 
 
-def _keep(found: Tensor, kept: Tensor) -> None:
+def _keep(choice: Tensor, buffer: Tensor) -> None:
     """Write chosen pages [B, Hk, M, k'] into the cell's buffer [B, Hk, M, k], padded by -1."""
-    width, most = found.shape[3], kept.shape[3]
-    if width > most and bool((found[..., most:] >= 0).any()):
+    width, most = choice.shape[3], buffer.shape[3]
+    if width > most and bool((choice[..., most:] >= 0).any()):
         raise UnsupportedError(
             f"selector: chose {width} pages for a page of queries, more than the budget of "
             f"{most}; raise sparse.budget, or choose fewer"
         )
     width = min(width, most)
-    kept[..., :width] = found[..., :width]
-    kept[..., width:] = -1
+    buffer[..., :width] = choice[..., :width]
+    buffer[..., width:] = -1
 
 
 @dataclass(slots=True)
@@ -562,8 +564,8 @@ class SparseRun:
         start, stop = program.chunks[i.chunk]
         pages = -(-(stop - start) // self.sparse.query_tokens)
         size = program.run.batch, spec.kv_heads, pages, self.sparse.width(start)
-        kept = self.storage.cell(i.choice, i.chunk)
-        return kept[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
+        memory = self.storage.cell(i.choice, i.chunk)
+        return memory[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
 
     def pages(self, i: Forward, means: Means | None, prefix: KVPrefix) -> BufferPages:
         """Return the interface by which a cell reads its keys and chosen pages."""

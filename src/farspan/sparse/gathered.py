@@ -139,11 +139,8 @@ class _Part:
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add gradients of this part's pages [x, 1, k * P, D] to the slab's sums [U, P, D] of their
-        units.
-
-        Deterministic on either device: index_add_ is so on CPUs, and 15 times as fast there as a
-        sort and sums of segments, and index_put_, which sorts, on CUDA.
-        """
+        units. Deterministic on either device: index_add_ is so on CPUs, and 15 times as fast there
+        as a sort and sums of segments, and index_put_, which sorts, on CUDA."""
         gradients = part.to(total.dtype).reshape(-1, *total.shape[1:])
         if total.device.type == "cpu":
             total.index_add_(0, self.index.flatten(), gradients)
@@ -203,10 +200,10 @@ class Gathered:
     def votes(
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        of = q, means, sparse, call.scale, call.documents
+        arguments = q, means, sparse, call.scale, call.documents
         if candidates.superpages is not None:
-            return vote_refined(*of, candidates)
-        return vote(*of, candidates.pages.start)
+            return vote_refined(*arguments, candidates)
+        return vote(*arguments, candidates.pages.start)
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
         sizes = each, call.page, call.query_tokens
@@ -227,30 +224,30 @@ class Gathered:
             of_slab = _slab_rows(call, slab, choice)
             for rows, masked in self._parts(of_slab, slab, queries, backward=False):
                 part = of_slab.part(rows, masked)
-                found = self._attend(slab, part, queries, call.scale)
+                result = self._attend(slab, part, queries, call.scale)
                 joined = [part.queries(total) for total in totals]
-                merge_(joined[0], joined[1], *found)
+                merge_(joined[0], joined[1], *result)
                 part.put(totals, joined)
-                del part, found, joined
+                del part, result, joined
             del slab, of_slab
         _put_back(attended, wholes)
 
     def backward(
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
-        given = BackwardQueries(*(_by_page(_whole(x, choice, call), choice) for x in queries))
+        by_page = BackwardQueries(*(_by_page(_whole(x, choice, call), choice) for x in queries))
         whole = _whole(dq, choice, call)
         total = _by_page(whole, choice)
         for slab in pages.slabs():
             dk, dv = pages.sums(slab)
             of_slab = _slab_rows(call, slab, choice)
-            for rows, masked in self._parts(of_slab, slab, given.q, backward=True):
+            for rows, masked in self._parts(of_slab, slab, by_page.q, backward=True):
                 part = of_slab.part(rows, masked)
-                found = self._differentiate(slab, part, given, call.scale)
-                part.put([total], [part.queries(total).add_(found[0])])
-                part.add(dk, found[1])
-                part.add(dv, found[2])
-                del part, found
+                gradients = self._differentiate(slab, part, by_page, call.scale)
+                part.put([total], [part.queries(total).add_(gradients[0])])
+                part.add(dk, gradients[1])
+                part.add(dv, gradients[2])
+                del part, gradients
             pages.add(slab, dk, dv)
             del slab, of_slab, dk, dv
         _put_back([dq], [whole])
@@ -260,9 +257,9 @@ class Gathered:
         return self.kernel.forward(part.queries(q), k, v, part.mask, scale)
 
     def _differentiate(
-        self, slab: Slab, part: _Part, given: BackwardQueries, scale: float
+        self, slab: Slab, part: _Part, by_page: BackwardQueries, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        queries = BackwardQueries(*(part.queries(x) for x in given))
+        queries = BackwardQueries(*(part.queries(x) for x in by_page))
         k, v = (part.copies(x) for x in (slab.keys, slab.values))
         return self.kernel.backward(queries, k, v, part.mask, scale)
 
@@ -288,7 +285,7 @@ class Gathered:
 
 
 def select_far(device_type: str, head_dim: int, value_dim: int, softcap: float | None) -> FarKernel:
-    """Return a kernel that every machine can run, for attention of such heads to chosen pages."""
+    """Return a kernel for attention to chosen pages that runs on any machine, for such heads."""
     most = PART_BYTES.get(device_type, PART_BYTES["cuda"])
     if device_type == "cpu" and head_dim == value_dim and softcap is None:
         return Gathered(FlashPages(), most)

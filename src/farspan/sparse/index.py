@@ -64,16 +64,16 @@ class LayerIndex:
     @torch.no_grad()
     def of_queries(self, q: Tensor) -> Tensor:
         """Project queries q [B, H, T, D] to the index's dims, [B, H, T, d], in q's dtype."""
-        found = q.new_empty(*q.shape[:3], self.dim)
-        for row, result in zip(q, found, strict=True):  # a product of all rows would copy them
+        projected = q.new_empty(*q.shape[:3], self.dim)
+        for row, result in zip(q, projected, strict=True):  # a product of all rows would copy them
             torch.bmm(row, self.queries.flatten(0, 1), out=result)
-        return found
+        return projected
 
     @torch.no_grad()
     def of_keys(self, k: Tensor) -> Tensor:
         """Project keys k [T, B, Hk, D] to the index's dims, [T, B, Hk, d], in k's dtype."""
-        found = torch.bmm(k.flatten(0, 1).transpose(0, 1), self.keys)
-        return found.transpose(0, 1).unflatten(0, k.shape[:2])
+        projected = torch.bmm(k.flatten(0, 1).transpose(0, 1), self.keys)
+        return projected.transpose(0, 1).unflatten(0, k.shape[:2])
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Project q [B, H, T, D] and k [B, Hk, T, D] of a whole sequence to the index's dims."""
@@ -125,34 +125,34 @@ class Index:
         all steps, and again after they have changed; learning maps are copied each time, because
         fused optimizers leave `_version` as it was."""
         now = [(id(x), 0 if x.is_inference() else x._version) for x in self.parameters()]
-        before, found, _ = self.placed.get((device, dtype), (None, {}, None))
+        before, copies, _ = self.placed.get((device, dtype), (None, {}, None))
         if before != now or self.learns():
-            found = {number: maps.to(device, dtype) for number, maps in self.layers.items()}
+            copies = {number: maps.to(device, dtype) for number, maps in self.layers.items()}
             self.placed[device, dtype] = (
                 now,
-                found,
+                copies,
                 self.layers,
             )  # keeps their ids in use
-        return found
+        return copies
 
     def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
         """Raise UnsupportedError unless the index has maps to `dim` dims for exactly the layers of
         this model that choose pages."""
-        wanted = {n for n, layer in enumerate(layers) if layer.attends() and layer.window is None}
-        if missing := sorted(wanted - self.layers.keys()):
+        choosing = {n for n, layer in enumerate(layers) if layer.attends() and layer.window is None}
+        if missing := sorted(choosing - self.layers.keys()):
             raise UnsupportedError(
                 f"index: it has no layer {missing[0]}, but the model has {len(layers)} layers; "
                 "give the index that was made for this model"
             )
-        if more := sorted(self.layers.keys() - wanted):
+        if more := sorted(self.layers.keys() - choosing):
             raise UnsupportedError(
                 f"index: layer {more[0]} does not exist in this model or has a window; give the "
                 "index that was made for this model"
             )
-        for number in sorted(wanted):
-            spec, own = layers[number], self.layers[number]
+        for number in sorted(choosing):
+            spec, maps = layers[number], self.layers[number]
             narrow = min(dim, spec.head_dim)
-            kv_heads, group, dims, found = own.queries.shape
+            kv_heads, group, dims, width = maps.queries.shape
             shape = spec.query_heads, spec.kv_heads, spec.head_dim
             if (kv_heads * group, kv_heads, dims) != shape:
                 raise UnsupportedError(
@@ -160,10 +160,10 @@ class Index:
                     f"{kv_heads} key heads of {dims} dims, but the model has {shape[0]} and "
                     f"{shape[1]} of {shape[2]} dims; give the index that was made for this model"
                 )
-            if found != narrow:
+            if width != narrow:
                 raise UnsupportedError(
-                    f"index: its keys have {found} dims in layer {number}, but sparse.index_dim "
-                    f"asks for {narrow}; set sparse.index_dim to {found}"
+                    f"index: its keys have {width} dims in layer {number}, but sparse.index_dim "
+                    f"asks for {narrow}; set sparse.index_dim to {width}"
                 )
 
     def save(self, folder: Path | str) -> None:
@@ -176,10 +176,10 @@ class Index:
 
     def digest(self) -> str:
         """Return the SHA-256 of the maps, whatever folder they came from."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, tensor in sorted(self._tensors().items()):
-            found.update(f"{name} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
-        return found.hexdigest()
+            digest.update(f"{name} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -206,10 +206,10 @@ class Index:
             ) from error
         numbers = sorted({int(n) for n in re.findall(r"layers\.(\d+)\.keys", " ".join(tensors))})
         names = {f"layers.{n}.{kind}" for n in numbers for kind in KINDS}
-        found = {}
+        layers = {}
         if names == tensors.keys():
-            found = {n: LayerIndex(*(tensors[f"layers.{n}.{k}"] for k in KINDS)) for n in numbers}
-        if not found or not all(layer.is_whole() for layer in found.values()):
+            layers = {n: LayerIndex(*(tensors[f"layers.{n}.{k}"] for k in KINDS)) for n in numbers}
+        if not layers or not all(layer.is_whole() for layer in layers.values()):
             raise UnsupportedError(
                 f"index: {folder / TENSORS} has tensors other than queries and keys of layers; "
                 "give the folder that an index was saved to"
@@ -220,7 +220,7 @@ class Index:
                     f"index: {name} of {folder / TENSORS} ({tensor.dtype}) must have finite "
                     "floating-point numbers; save the index again"
                 )
-        return cls(found)
+        return cls(layers)
 
 
 # -- learning --------------------------------------------------------------------------------------
@@ -244,8 +244,7 @@ def lesson(
     call: SparseCall, q: Tensor, lse: Tensor, choice: Tensor, number: int, k: Tensor
 ) -> Taught:
     """Return the training example for page `number` of a chunk's queries q [B, H, C, D]: lse [B, H,
-    C] is over all visible keys, choice is [B, Hk, M, n], and k [T, B, Hk, D] lies before the
-    chunk."""
+    C] is over all visible keys, choice is [B, Hk, M, n], k [T, B, Hk, D] before it."""
     (batch, heads), page = choice.shape[:2], call.far.page
     span = slice(number * call.far.query_tokens, (number + 1) * call.far.query_tokens)
     pages = choice[:, :, number].long()
@@ -260,9 +259,8 @@ def lesson(
 
 
 def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
-    """Return the loss that trains an index: sum(m log(m / M) - m log p) over pages, queries and
-    heads. m is the attention mass of a page, M the sum over a query's pages, and p the softmax of
-    the index's scores."""
+    """Return an index's loss: sum(m log(m / M) - m log p) over pages, queries and heads. m is the
+    attention mass of a page, M a query's sum of m, and p the softmax of the index's scores."""
     mass = _mass(taught)
     q = taught.q.to(mass.dtype) @ maps.queries.flatten(0, 1)
     k = taught.k.to(mass.dtype).flatten(2, 3) @ maps.keys
@@ -300,8 +298,8 @@ def learn(maps: LayerIndex, taught: Taught) -> None:
     # Saved-tensor hooks of the cell must not see the tensors of this graph.
     with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
         wide = maps.to(taught.q.device, taught.lse.dtype)
-        found = torch.autograd.grad(divergence(wide, taught), leaves)
-    for leaf, gradient in zip(leaves, found, strict=True):
+        gradients = torch.autograd.grad(divergence(wide, taught), leaves)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
         leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
 

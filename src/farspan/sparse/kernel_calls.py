@@ -85,10 +85,8 @@ LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 @dataclass(frozen=True, slots=True)
 class Inverse:
     """A choice by page: the visits, (page, query page) pairs, ordered by (b, h, slot) and then by
-    query page. int32, on the device of the choice.
-
-    Rows r = (b * Hk + h) * S + slot own visits [starts[r], starts[r + 1]).
-    """
+    query page. int32, on the device of the choice. Rows r = (b * Hk + h) * S + slot own visits
+    [starts[r], starts[r + 1])."""
 
     query_pages: Tensor  # [B * Hk * M * k]; entries without a page come last
     pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
@@ -151,14 +149,13 @@ class PageTable:
     @cached_property
     def runs(self) -> Tensor | None:
         """The entries that each query page reads, int32 [B, Hk, M, 2]: the first with a page, and
-        the number from there to the last with a page. None: all entries; a slab holds the pages of
-        a few only."""
+        the number from there to the last with a page. None: all entries."""
         if self.slots is None:
             return None
-        some = (self.choice >= 0).int()
-        last = some.cumsum(3).argmax(3) + 1
-        first = some.argmax(3)
-        return torch.stack([first, (last - first) * some.amax(3)], 3).int()
+        has_page = (self.choice >= 0).int()
+        last = has_page.cumsum(3).argmax(3) + 1
+        first = has_page.argmax(3)
+        return torch.stack([first, (last - first) * has_page.amax(3)], 3).int()
 
     @cached_property
     def inverse(self) -> Inverse:
@@ -243,11 +240,9 @@ def supports(
 
 def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return out, in the dtype of q, and lse, fp32, of attention over the chosen pages alone, as
-    new tensors.
-
-    A query that sees no key has out 0 and lse -inf, which `merge_` gives no weight. out is [B, C,
-    H, D] in memory. Raises UnsupportedError for tensors that do not fit each other or the kernels.
-    """
+    new tensors. A query that sees no key has out 0 and lse -inf, which `merge_` gives no weight.
+    out is [B, C, H, D] in memory. Raises UnsupportedError for tensors that do not fit each other or
+    the kernels."""
     _check(call, q, keys, values)
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     out = out.transpose(1, 2)
@@ -264,11 +259,8 @@ def attend_pages_backward(
     totals: PageGradients,
 ) -> Tensor:
     """Return the chosen pages' share of dq, as a new fp32 tensor, and add their dK and dV to
-    `totals`.
-
-    out is in the dtype of q, lse fp32. Totals of pages that no query chose are neither read nor
-    written. The same inputs give the same bits.
-    """
+    `totals`. out is in the dtype of q, lse fp32. Totals of pages that no query chose are neither
+    read nor written. The same inputs give the same bits."""
     dout, q, out, lse = queries
     _check(call, q, keys, values)
     _check_gradients(queries, keys, totals)
@@ -308,7 +300,8 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """Yield a backward's launches: `rows` [B, H, C, 4] fp32, for the others; dQ; dK and dV."""
+    """Yield a backward's launches in order: values per query (`rows`, [B, H, C, 4] fp32), which the
+    other two read; dQ; dK and dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
@@ -529,13 +522,13 @@ class TritonFar:
     def votes(
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        of = q, means, candidates.pages, call, sparse.query_tokens
+        arguments = q, means, candidates.pages, call, sparse.query_tokens
         largest = sparse.selector != MEAN
-        return fused_votes(*of, largest=largest, superpages=candidates.superpages)
+        return fused_votes(*arguments, largest=largest, superpages=candidates.superpages)
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        of = q, keys, range(keys.shape[2] // each), call, call.query_tokens
-        return fused_votes(*of, largest=True, weighted=False)
+        arguments = q, keys, range(keys.shape[2] // each), call, call.query_tokens
+        return fused_votes(*arguments, largest=True, weighted=False)
 
     def forward(
         self,
@@ -545,9 +538,9 @@ class TritonFar:
         pages: Pages,
         attended: tuple[Tensor, Tensor],
     ) -> None:
-        there = pages.resident()
-        if there is not None:
-            part = attend_pages(self._in_place(call, choice, there), q, there.k, there.v)
+        resident = pages.resident()
+        if resident is not None:
+            part = attend_pages(self._in_place(call, choice, resident), q, resident.k, resident.v)
             merge_(*attended, *part, fused=call.fused)
             return
         for slab in pages.slabs():
@@ -560,12 +553,15 @@ class TritonFar:
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
         queries = queries._replace(out=queries.out.to(queries.q.dtype))
-        there = pages.resident()
-        if there is not None:
-            assert there.dk is not None
-            assert there.dv is not None
-            paged, totals = self._in_place(call, choice, there), PageGradients(there.dk, there.dv)
-            dq.add_(attend_pages_backward(paged, queries, there.k, there.v, totals))
+        resident = pages.resident()
+        if resident is not None:
+            assert resident.dk is not None
+            assert resident.dv is not None
+            paged, totals = (
+                self._in_place(call, choice, resident),
+                PageGradients(resident.dk, resident.dv),
+            )
+            dq.add_(attend_pages_backward(paged, queries, resident.k, resident.v, totals))
             return
         for slab in pages.slabs():
             sums = pages.sums(slab)
@@ -576,8 +572,8 @@ class TritonFar:
             pages.add(slab, *sums)
             del slab, sums, keys, values, totals
 
-    def _in_place(self, call: FarCall, choice: Tensor, there: Resident) -> PagedCall:
-        tokens = there.k.shape[0]
+    def _in_place(self, call: FarCall, choice: Tensor, resident: Resident) -> PagedCall:
+        tokens = resident.k.shape[0]
         table = PageTable(
             choice.contiguous(), call.page, tokens, tokens, query_page=call.query_tokens
         )
@@ -586,10 +582,10 @@ class TritonFar:
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
         """Return the call for a slab's copies: the choice's entries in other slabs become -1."""
         slots = slab.units.index.int().contiguous()
-        here = choice.masked_fill(slots < 0, -1).contiguous()
+        entries = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page
         # Chosen pages are whole and lie before the chunk: the sequence's end cuts off no key.
-        table = PageTable(here, call.page, LARGEST, tokens, slots, call.query_tokens)
+        table = PageTable(entries, call.page, LARGEST, tokens, slots, call.query_tokens)
         return self._call(call, table)
 
     def _call(self, call: FarCall, table: PageTable) -> PagedCall:

@@ -234,12 +234,9 @@ def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
 @triton.jit
 def _row_values(rows, offset, row, fits):
     """Return -lse / scale, -rowsum(dO * O) and the first visible key of each query; zeros for rows
-    that do not fit.
-
-    One load of 16 bytes a query: three tensors would take three times the copies of four bytes, and
-    their addresses. A product begins with -lse / scale or -delta as its sum, which saves the
-    registers of a subtraction.
-    """
+    that do not fit. One load of 16 bytes a query: three tensors would take three times the copies
+    of four bytes, and their addresses. A product begins with -lse / scale or -delta as its sum,
+    which saves the registers of a subtraction."""
     at = rows + offset * 4 + row[:, None] * 4 + tl.arange(0, 4)[None, :]
     four = tl.load(at, mask=fits[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
@@ -292,12 +289,9 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
     """Return the query page whose rows tile number `step` of a page's visits holds, or the query
-    page of each row.
-
-    A tile belongs to one query page, unless query pages have fewer rows: then the rows of all
-    visits lie one after the other and a tile spans several. After the last visit comes a page
-    without queries.
-    """
+    page of each row. A tile belongs to one query page, unless query pages have fewer rows: then the
+    rows of all visits lie one after the other and a tile spans several. After the last visit comes
+    a page without queries."""
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
@@ -312,11 +306,8 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
     """Return the head in its group and the token in its query page of a tile's first row, and those
-    of all rows relative to it.
-
-    The former is one number for all rows; the latter is the same for all tiles, except for tiles of
-    several query pages or of parts of uneven ones.
-    """
+    of all rows relative to it. The former is one number for all rows; the latter is the same for
+    all tiles, except for tiles of several query pages or of parts of uneven ones."""
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)
@@ -347,8 +338,7 @@ def _rows_from(x, place, head, token, shape: tl.constexpr):
 
 @triton.jit
 def _owned(visits, row, start, sizes, shape: tl.constexpr):
-    """Return the keys that a dK, dV program owns: batch row, head, first token in the sequence and
-    in the buffer, and a mask."""
+    """Return a dK, dV program's keys: row, head, first token in sequence and buffer, a mask."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
     page = tl.load(visits.pages + start)

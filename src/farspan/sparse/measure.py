@@ -87,13 +87,13 @@ def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
 def page_curves(bench: Bench, path: str, dtype: torch.dtype) -> dict[str, Curve]:
     """Measure the rates of attention to chosen pages and of votes, each at one size; empty if
     farspan has no kernels for this device."""
-    made = chosen_pages(bench, dtype)
-    if made is None:
+    problem = chosen_pages(bench, dtype)
+    if problem is None:
         return {}
-    found = {}
+    curves = {}
     for backward, way in ((False, "forward"), (True, "backward")):
-        point = made.flop(backward=backward), made.heads, made.attend(backward=backward)
-        found[f"chosen_{way}"] = bench.curve(f"{path}.chosen_{way}", iter([point]))
-    flop, vote = made.vote()
-    found["votes"] = bench.curve(f"{path}.votes", iter([(flop, made.heads, vote)]))
-    return found
+        point = problem.flop(backward=backward), problem.heads, problem.attend(backward=backward)
+        curves[f"chosen_{way}"] = bench.curve(f"{path}.chosen_{way}", iter([point]))
+    flop, vote = problem.vote()
+    curves["votes"] = bench.curve(f"{path}.votes", iter([(flop, problem.heads, vote)]))
+    return curves

@@ -62,10 +62,10 @@ class Units:
             yield self
             return
         for start in range(0, len(self), most_units):
-            some = slice(start, start + most_units)
+            part = slice(start, start + most_units)
             index = self.index - start
             index.masked_fill_((index < 0) | (index >= most_units), -1)
-            yield Units(self.rows[some], self.heads[some], self.pages[some], index)
+            yield Units(self.rows[part], self.heads[part], self.pages[part], index)
 
 
 def units_of(choice: Tensor, count: int | None = None) -> Units:
@@ -106,7 +106,7 @@ def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Copies of the keys and values of consecutive units."""
+    """Copies of keys and values: consecutive units (pages of one batch row and key-value head)."""
 
     units: Units  # `index` is -1 for entries whose unit is in another slab
     keys: Tensor  # [U, P, D]
@@ -145,7 +145,7 @@ class Pages(KeyValues, Protocol):
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:
-    """Return the means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], less a rest."""
+    """Return the means [n, B, Hk, D] of each `tokens` keys in k [T, B, Hk, D], without a rest."""
     whole = k.shape[0] // tokens
     parts = k[: whole * tokens].unflatten(0, (whole, tokens))
     return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
@@ -202,8 +202,8 @@ class Candidates:
             return votes
         count = len(self.pages)
         column = (pages - self.pages.start).clamp_(max=count)
-        found = votes.new_zeros(*votes.shape[:3], count + 1)
-        return found.scatter_(3, column, votes)[..., :count]
+        all_votes = votes.new_zeros(*votes.shape[:3], count + 1)
+        return all_votes.scatter_(3, column, votes)[..., :count]
 
 
 class Selector(Protocol):
@@ -237,11 +237,11 @@ def vote(
     pages, together = representatives.shape[2] // each, sparse.query_tokens
     keys = representatives.to(accumulate_dtype(q.dtype)).mT
     votes = keys.new_zeros(batch, kv_heads, -(-tokens // together), pages)
-    for span, some, of_pages in _voters(q, keys, together):
+    for span, heads, of_pages in _voters(q, keys, together):
         hidden = _hidden(documents, span, sparse.page, range(first, first + pages))
-        part = q[:, :, span].unflatten(1, (kv_heads, -1))[:, some]
-        weights = _weights(part, keys[:, some], scale, each, hidden)
-        _pool(votes[:, some, of_pages], weights, together, largest=sparse.selector != MEAN)
+        part = q[:, :, span].unflatten(1, (kv_heads, -1))[:, heads]
+        weights = _weights(part, keys[:, heads], scale, each, hidden)
+        _pool(votes[:, heads, of_pages], weights, together, largest=sparse.selector != MEAN)
     return votes
 
 
@@ -334,21 +334,21 @@ def largest_scores(
     kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
     pages = range(keys.shape[3] // each)
     shape = q.shape[0], kv_heads, -(-q.shape[2] // together), len(pages)
-    found = keys.new_full(shape, -torch.inf)
-    for span, some, of_pages in _voters(q, keys, together):
-        part = q[:, :, span].unflatten(1, (kv_heads, -1))[:, some]
-        scores = _scores(part, keys[:, some], scale, each)
+    best = keys.new_full(shape, -torch.inf)
+    for span, heads, of_pages in _voters(q, keys, together):
+        part = q[:, :, span].unflatten(1, (kv_heads, -1))[:, heads]
+        scores = _scores(part, keys[:, heads], scale, each)
         hidden = _hidden(documents, span, page, pages)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        _pool(found[:, some, of_pages], scores, together, largest=True)
-    return found
+        _pool(best[:, heads, of_pages], scores, together, largest=True)
+    return best
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
     """Return the superpages of largest scores [B, Hk, M, N]: int32 [B, Hk, M, count], rising."""
-    found = Candidates(range(scores.shape[3]))
-    return take_most(scores, found, _everywhere(count, scores), count)
+    superpages = Candidates(range(scores.shape[3]))
+    return take_most(scores, superpages, _everywhere(count, scores), count)
 
 
 def vote_refined(
@@ -359,7 +359,7 @@ def vote_refined(
     documents: Tensor | None,
     candidates: Candidates,
 ) -> Tensor:
-    """Return votes as `vote` does, for the pages of ranked superpages alone, [B, Hk, M, S * 16]."""
+    """Return the votes of `vote`, but only for pages in the superpages kept, [B, Hk, M, S * 16]."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -380,9 +380,9 @@ def vote_refined(
         scores = _refined_scores(part.flatten(3, 4), representatives, candidates, run)
         hidden = (columns[:, :, run] >= candidates.pages.stop).unsqueeze(3)
         if documents is not None:
-            own = (documents[:, None, span] // sparse.page).unflatten(2, (-1, each))
-            own = own.repeat(1, 1, 1, heads // kv_heads).unsqueeze(4)
-            hidden = hidden | (columns[:, :, run].unsqueeze(3) < own)
+            first_page = (documents[:, None, span] // sparse.page).unflatten(2, (-1, each))
+            first_page = first_page.repeat(1, 1, 1, heads // kv_heads).unsqueeze(4)
+            hidden = hidden | (columns[:, :, run].unsqueeze(3) < first_page)
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
         votes[:, :, run] = weights.amax(3)
     return votes
@@ -391,8 +391,8 @@ def vote_refined(
 def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
-    """Return the scores [B, Hk, m, r * t, S * 16] of queries [B, Hk, m, r * t, D] for the pages of
-    their page of queries' superpages. `run`: these m pages of queries among all M."""
+    """Return the scores [B, Hk, m, r * t, S * 16] of queries [B, Hk, m, r * t, D] in m pages of
+    queries, `run`, for the pages in each one's superpages."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)
@@ -400,10 +400,10 @@ def _refined_scores(
     batch, head = (torch.arange(n, device=q.device) for n in q.shape[:2])
     batch, head = batch.view(-1, 1, 1, 1), head.view(1, -1, 1, 1)
     scores = q.new_empty(*q.shape[:4], superpages.shape[3] * SUPERPAGE)
-    for which, found in enumerate(scores.split(SUPERPAGE, 4)):
+    for which, part in enumerate(scores.split(SUPERPAGE, 4)):
         at = superpages[..., which, None] * len(within) + within
         keys = representatives[batch, head, at.clamp_(max=last)].to(q.dtype)
-        torch.amax((q @ keys.mT).unflatten(4, (SUPERPAGE, each)), 5, out=found)
+        torch.amax((q @ keys.mT).unflatten(4, (SUPERPAGE, each)), 5, out=part)
     return scores
 
 
@@ -440,13 +440,13 @@ class Fraction:
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         # A decimal is taken exactly: 1 - 0.9 is a tenth, so of 10 pages one and not two.
-        kept = 1 - Ratio(str(self.sparsity))
+        share = 1 - Ratio(str(self.sparsity))
         pages = len(candidates.pages)
-        most = min(ceil(kept * pages), votes.shape[3])
+        most = min(ceil(share * pages), votes.shape[3])
         if candidates.first is None:
             return take_most(votes, candidates, _everywhere(most, votes), most)
         seen = (candidates.pages.stop - candidates.first).clamp(0, pages)
-        counts = (-(-seen * kept.numerator // kept.denominator)).clamp(max=most)
+        counts = (-(-seen * share.numerator // share.denominator)).clamp(max=most)
         return take_most(votes, candidates, counts[:, None, :, None], most)
 
 
@@ -467,7 +467,7 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Chooses pages by a user's function: page numbers in any order, -1 for none; checks them."""
+    """Chooses pages by a user's function, and checks its answer: page numbers, -1 for none."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 
@@ -482,13 +482,13 @@ class Checked:
 def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) -> None:
     """Raise UnsupportedError unless a user's choice has this shape and holds numbers of `pages`,
     each at most once in a row, or -1."""
-    wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-    kind = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
+    expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+    got = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
     if not isinstance(choice, Tensor) or choice.dtype not in (torch.int32, torch.int64):
-        raise UnsupportedError(f"selector: expected an int32 tensor {wanted} of pages, got {kind}")
+        raise UnsupportedError(f"selector: expected an int32 tensor {expected} of pages, got {got}")
     if choice.ndim != 4 or choice.shape[:3] != shape[:3]:
         raise UnsupportedError(
-            f"selector: expected pages of shape {wanted}, got {list(choice.shape)}"
+            f"selector: expected pages of shape {expected}, got {list(choice.shape)}"
         )
     outside = (choice != -1) & ((choice < pages.start) | (choice >= pages.stop))
     if outside.any():
@@ -505,10 +505,8 @@ def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) ->
 
 def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) -> Tensor:
     """Return the pages with the most votes, `counts` <= `most` in each row; of equal pages the
-    lower number.
-
-    This holds on every device: topk alone leaves open which of two equals it takes.
-    """
+    lower number. This holds on every device: topk alone leaves open which of two equals it
+    takes."""
     columns, hidden = votes.shape[3], candidates.hidden()
     if most == 0:
         return votes.new_empty(*votes.shape[:3], 0, dtype=torch.int32)

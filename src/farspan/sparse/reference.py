@@ -84,22 +84,22 @@ class SparseReference:
         choices = []
         for start in range(0, tokens, self.chunk):
             stop, pages = min(start + self.chunk, tokens), sparse.candidates(start)
-            own = starts[:, start:stop]
+            first_tokens = starts[:, start:stop]
             chosen = q.new_empty(batch, heads, -(-(stop - start) // sparse.query_tokens), 0).int()
             if sparse.width(start):
-                given = means[:, :, pages.start * each : pages.stop * each]
-                first = own[:, :: sparse.query_tokens] // sparse.page
-                call = FarCall(scale, sparse.page, own, sparse.query_tokens)
-                of = q[:, :, start:stop], given, Candidates(pages, first)
-                chosen = self.select(*compare(Gathered(PlainPages()), call, sparse, *of))
+                representatives = means[:, :, pages.start * each : pages.stop * each]
+                first = first_tokens[:, :: sparse.query_tokens] // sparse.page
+                call = FarCall(scale, sparse.page, first_tokens, sparse.query_tokens)
+                arguments = q[:, :, start:stop], representatives, Candidates(pages, first)
+                chosen = self.select(*compare(Gathered(PlainPages()), call, sparse, *arguments))
             choices.append(functional.pad(chosen, (0, most - chosen.shape[3]), value=-1))
         return torch.cat(choices, 2)
 
 
 @dataclass(slots=True)
 class SparseFunction(Function):
-    """The function of sparse attention. In float64 plain autograd and the step choose their own
-    pages. In lower precision both use the choices of `exact`."""
+    """Sparse attention as the function that a check compares. In float64 plain autograd and the
+    step each choose pages; in lower precision both use the pages that `exact` chose."""
 
     given: GivenSelector | None
     choices: list[Tensor] | None = None  # by layer, then by chunk
@@ -180,20 +180,19 @@ class SparseFunction(Function):
 
 def linear_modules(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Return the trained matrices of a layer by module, all experts of a kind together. A module is
-    named by the last part of its path, such as q_proj, or by the whole path if the last part is
-    ambiguous."""
-    found: dict[str, list[nn.Parameter]] = {}
+    named by the last part of its path, such as q_proj, or by all of it if that is ambiguous."""
+    by_path: dict[str, list[nn.Parameter]] = {}
     for path, parameter in layer.named_parameters():
         parts = [part for part in path.split(".") if part != "weight" and not part.isdigit()]
         if parameter.requires_grad and parameter.ndim > 1 and not parts[-1].endswith("bias"):
-            found.setdefault(".".join(parts), []).append(parameter)
-    last = Counter(path.rsplit(".", 1)[-1] for path in found)
+            by_path.setdefault(".".join(parts), []).append(parameter)
+    last = Counter(path.rsplit(".", 1)[-1] for path in by_path)
 
     def short(path: str) -> str:
         name = path.rsplit(".", 1)[-1]
         return name if last[name] == 1 else path
 
-    return {short(path): parameters for path, parameters in found.items()}
+    return {short(path): parameters for path, parameters in by_path.items()}
 
 
 def distance(found: Gradients, expected: Gradients, names: Iterable[str]) -> float:

@@ -128,7 +128,7 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> P
     """Return the tiles for a GPU's compute capability, a head size and the bytes per element."""
     if itemsize > 2:
         return FULL_PRECISION
-    return TILES[max(one for one in TILES if one <= capability)][max(64, tile_edge(head_dim))]
+    return TILES[max(known for known in TILES if known <= capability)][max(64, tile_edge(head_dim))]
 
 
 def vote_tile(head_dim: int, itemsize: int) -> PageTile:
