@@ -415,8 +415,8 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return data for `farspan.walk` of the page: the operation of each frame, and for every cell
-    and group input on the page its states, each with the frame in which it begins."""
+    """Return the data of the page's drawing by `farspan.walk`: the operation of each frame, and the
+    states of each cell and group input on the page, each with its first frame."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]

@@ -71,7 +71,8 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """AdamW's hyperparameters, except the learning rate, and whether each parameter decays."""
+    """Hyperparameters of AdamW except the learning rate; `decays` says where weight decay
+    applies."""
 
     config: OptimizerConfig
     decays: Mapping[str, bool]

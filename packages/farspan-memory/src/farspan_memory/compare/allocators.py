@@ -130,7 +130,7 @@ class SimulatedOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one stream for small or for large requests, by size and then address."""
+    """Free blocks of one stream for small or for large requests, ordered by size, then address."""
 
     small: bool
     stream: int
@@ -436,7 +436,7 @@ class ExpandableAllocator(CachingAllocator):
         super().__init__(capacity, given)
 
     def page(self, pool: Pool) -> int:
-        """Return the bytes of the pages that a pool maps."""
+        """Return the bytes of one page of this pool, the unit of mapping."""
         return SMALL_SEGMENT if pool.small else self.settings.large_segment
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
