@@ -114,8 +114,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Set requires_grad inside the block as it was when the parameters were sharded, since peft
-    freezes adapters while they are off."""
+    """Set requires_grad inside the block as it was when the parameters were sharded: peft freezes
+    adapters while it switches them off."""
     before = {parameter: parameter.requires_grad for parameter in flags}
     try:
         for parameter, is_trained in flags.items():

@@ -211,7 +211,6 @@ def plan_page(page: PageOf) -> str:
 
 
 def _machine(plan: Plan) -> dict[str, str]:
-    """Return lines about the machine and the version of farspan."""
     question = plan.question
     return {
         "machine": devices_words(question),
@@ -502,7 +501,6 @@ def _span(first: int, last: int) -> str:
 
 
 def _chunk_order(chunks: list[int]) -> str:
-    """Describe in which order a pass visits its chunks."""
     if chunks[0] == chunks[-1]:
         turn = max(chunks, key=lambda chunk: abs(chunk - chunks[0]))
         return _span(chunks[0], turn) + (" and back" if turn != chunks[0] else "")

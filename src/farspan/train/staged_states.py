@@ -268,8 +268,8 @@ class HostStates:
                     yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
 
     def _copy_to_host(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
-        """Start to copy a slice's gradient, or also its weight, to main memory. See Note: [A weight
-        that has not left]."""
+        """Start to copy a slice's gradient to main memory, and its weight if that has no master
+        copy. See Note: [A weight that has not left]."""
         if not self._stages_weights:
             return
         parameter = self._parameters[piece.name]

@@ -360,7 +360,6 @@ class CachingAllocator:
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def _take(self, pool: Pool, index: int) -> CachedBlock:
-        """Take a block out of its free list."""
         block = self.blocks[pool.free.pop(index)[1]]
         block.free = False
         return block
@@ -480,8 +479,8 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _lowest(self, pool: Pool, size: int) -> CachedBlock:
-        """Return the first of adjacent free and unmapped blocks with room for `size` bytes, at the
-        lowest addresses."""
+        """Return the first block of the lowest row of adjacent free and unmapped blocks with room
+        for `size` bytes together."""
         for address in pool.unmapped:
             block = self.blocks[address]
             if block.before is not None and block.before.free:
