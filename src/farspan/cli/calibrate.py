@@ -110,7 +110,6 @@ def profile_command(
 
 
 def _profile_text(profile: ModelProfile) -> str:
-    """Return a profile as text, with a line for each kind of layer."""
     rows = [f"{profile.spec.name}: {profile.spec.parameters:,} parameters, {profile.variant.key()}"]
     for number in range(len(profile.kinds)):
         layers = profile.kind_of.count(number)

@@ -420,7 +420,6 @@ def plan_command(
 def _answer(
     run: Path | None, settings: Sequence[str], given: dict[str, Any], longest: float | None
 ) -> PlanAnswer:
-    """Return the answer for a run file or a model. Raises UnsupportedError."""
     if run is not None:
         return _answer_for_run(run, settings, given, longest)
     if settings:

@@ -115,8 +115,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Set requires_grad inside the block as it was when the parameters were sharded, since peft
-    freezes adapters while they are off."""
+    """Set requires_grad inside the block as it was when the parameters were sharded: peft freezes
+    adapters while it switches them off."""
     with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
 

@@ -211,7 +211,6 @@ def plan_page(page: PageOf) -> str:
 
 
 def _machine(plan: Plan) -> dict[str, str]:
-    """Return lines about the machine and the version of farspan."""
     question = plan.question
     return {
         "machine": devices_words(question),
@@ -415,8 +414,8 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return data for `farspan.walk` of the page: the operation of each frame, and for every cell
-    and group input on the page its states, each with the frame in which it begins."""
+    """Return the data of the page's drawing by `farspan.walk`: the operation of each frame, and the
+    states of each cell and group input on the page, each with its first frame."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]
@@ -502,7 +501,6 @@ def _span(first: int, last: int) -> str:
 
 
 def _chunk_order(chunks: list[int]) -> str:
-    """Describe in which order a pass visits its chunks."""
     if chunks[0] == chunks[-1]:
         turn = max(chunks, key=lambda chunk: abs(chunk - chunks[0]))
         return _span(chunks[0], turn) + (" and back" if turn != chunks[0] else "")

@@ -206,7 +206,7 @@ def run_json(run: RunRecord, name: str) -> Values:
 
 
 def _damaged_file(run: RunRecord) -> Path:
-    """Return the damaged file of a run folder: the one without which the page can be made."""
+    """Return the damaged file of a run folder, found by leaving out one after the other."""
     files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
     for name, file in files.items():
         without: Any = {name: {}}

@@ -106,8 +106,8 @@ def fixed_bytes(budget: Budget) -> int:
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Return a schedule that takes at most RETRY_SHARE of the tiers' bytes, or None if no change
-    saves the share WORTH.
+    """Return a schedule that takes at most RETRY_SHARE of what `schedule` takes of the tiers, or
+    None if no change saves the share WORTH.
 
     Fields are changed one after the other, the cheapest in time first. The ranks of the question's
     layout can run the result: pipeline stages keep their layers.

@@ -120,8 +120,8 @@ def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """Return the checkpoints of a run folder, oldest first; a checkpoint's own folder is the only
-    entry. Raises UnsupportedError without checkpoints."""
+    """Return the checkpoints of a run folder, oldest first, or `path` alone if it is a checkpoint
+    itself. Raises UnsupportedError without checkpoints."""
     if path.is_dir() and manifest_path(path).is_file():
         return [path]
     checkpoints = list_checkpoints(path / "checkpoints")

@@ -110,7 +110,7 @@ class FreeMemory:
     host: int
 
     def limit(self, machine: MachineSpec) -> MachineSpec:
-        """Return the machine with its memory reduced to these bytes."""
+        """Return the machine with its memory limited to what is free."""
         host = min(machine.host_bytes, self.host)
         if machine.unified:
             return replace(machine, host_bytes=host)
@@ -314,7 +314,7 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function that predicts the bytes of a step besides its program's buffers.
+    """Return a function from a program to the step's bytes besides the program's buffers.
 
     The model's profile predicts them, and the first step measures them. For ranks that share a
     step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights

@@ -365,7 +365,7 @@ def _on_host(parts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 def _nonzero(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
-    """Return the causes with nonzero bytes, as plain numbers for JSON."""
+    """Return bytes by cause as plain numbers for JSON, without causes of zero bytes."""
     plain: dict[str, int | list[int]] = {}
     for part, sizes in parts.items():
         if isinstance(sizes, int):

@@ -62,7 +62,7 @@ def what_changes(run: RunConfig, change: str) -> str:
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return the effect of another chunk on sparse attention as text; empty without one."""
+    """Return words for how a changed chunk alters sparse attention; empty if it does not."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (

@@ -71,7 +71,8 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """AdamW's hyperparameters, except the learning rate, and whether each parameter decays."""
+    """Hyperparameters of AdamW except the learning rate; `decays` says where weight decay
+    applies."""
 
     config: OptimizerConfig
     decays: Mapping[str, bool]
@@ -267,8 +268,8 @@ class HostStates:
                     yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
 
     def _copy_to_host(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
-        """Start to copy a slice's gradient, or also its weight, to main memory. See Note: [A weight
-        that has not left]."""
+        """Start to copy a slice's gradient to main memory, and its weight if that has no master
+        copy. See Note: [A weight that has not left]."""
         if not self._stages_weights:
             return
         parameter = self._parameters[piece.name]

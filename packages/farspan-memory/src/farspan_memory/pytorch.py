@@ -201,8 +201,7 @@ class NativeMemory:
         )
 
     def raise_out_of_memory_by(self, function: int) -> None:
-        """Set the C function that throws an exception when memory runs out; the default throws
-        std::runtime_error."""
+        """Set the C function that throws on out-of-memory (default: std::runtime_error)."""
         self._library.farspan_torch_set_oom(ctypes.c_void_p(function))
 
     def of(self, device: int) -> Allocator:

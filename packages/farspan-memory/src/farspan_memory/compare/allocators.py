@@ -130,7 +130,7 @@ class SimulatedOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one stream for small or for large requests, by size and then address."""
+    """Free blocks of one stream for small or for large requests, ordered by size, then address."""
 
     small: bool
     stream: int
@@ -360,7 +360,6 @@ class CachingAllocator:
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def _take(self, pool: Pool, index: int) -> CachedBlock:
-        """Take a block out of its free list."""
         block = self.blocks[pool.free.pop(index)[1]]
         block.free = False
         return block
@@ -436,7 +435,7 @@ class ExpandableAllocator(CachingAllocator):
         super().__init__(capacity, given)
 
     def page(self, pool: Pool) -> int:
-        """Return the bytes of the pages that a pool maps."""
+        """Return the bytes of one page of this pool, the unit of mapping."""
         return SMALL_SEGMENT if pool.small else self.settings.large_segment
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
@@ -480,8 +479,8 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _lowest(self, pool: Pool, size: int) -> CachedBlock:
-        """Return the first of adjacent free and unmapped blocks with room for `size` bytes, at the
-        lowest addresses."""
+        """Return the first block of the lowest row of adjacent free and unmapped blocks with room
+        for `size` bytes together."""
         for address in pool.unmapped:
             block = self.blocks[address]
             if block.before is not None and block.before.free:
