@@ -195,8 +195,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class Calibration:
-    """Measurement of a machine in several passes; later passes repeat only numbers that still
-    vary."""
+    """Measurement of a machine in passes, which repeat only numbers that still vary."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]

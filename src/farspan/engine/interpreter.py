@@ -85,7 +85,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class SparingLayers(Layers):
-    """Layers that skip their last product in cells whose output is not read."""
+    """Layers that skip their last product in cells whose output no instruction reads."""
 
     adding: AccumulatingLinears
     unread: frozenset[Cell]  # cells whose output only autograd needs
@@ -138,8 +138,7 @@ class TiledLayers(Layers):
 
 
 def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Keep gradients of a custom head in their sums: they are not sharded, and the caller collects
-    them."""
+    """Keep gradients of a custom head in their sums, unsharded; the caller collects them."""
 
 
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.
@@ -211,9 +210,8 @@ class Interpreter:
         return Pipeline(ranks.among("pipeline"))
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
-        """Run the remaining instructions, or those before index `until`, and return the mean loss
-        as a float64 scalar. `orders` are the waits between lanes if copies overlap with
-        computation."""
+        """Run the remaining instructions, or those before index `until`; return the mean loss, a
+        float64 scalar. `orders` are the waits between lanes if copies overlap with computation."""
         now = self.registers
         if orders is not None and now.order is None:
             now.order = StreamOrder(self.storage.copies, orders)
@@ -388,8 +386,7 @@ class Interpreter:
             self.gradients.close(self.head.parameters)
 
     def _passing(self, chunk: int) -> Tensor:
-        """Allocate the hidden states [B, C, hidden] of a chunk, to receive them from another
-        stage."""
+        """Allocate a chunk's hidden states [B, C, hidden], to receive from another stage."""
         span, run = self._span(chunk), self.program.run
         shape = run.batch, span.stop - span.start, self.program.model.hidden
         return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
@@ -548,8 +545,7 @@ class Interpreter:
     def _named(
         self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
     ) -> dict[str, Tensor]:
-        """Return the tensors, by name, that a saved graph refers to and that exist again in its
-        backward."""
+        """Return tensors by name that a saved graph refers to and that exist in its backward."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
@@ -566,8 +562,7 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return the position ids of the tokens in a layer's attention: those of all tensor
-        peers."""
+        """Return the position ids that a layer's attention reads: those of all tensor peers."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

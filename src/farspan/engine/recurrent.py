@@ -61,8 +61,7 @@ class RecurrentCell:
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Return whether the chunk has several documents, so that the cell's saved bytes are not
-        known in advance."""
+        """Return whether documents cut the chunk, so its saved bytes are not known in advance."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -168,8 +167,8 @@ class Recurrent:
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the graph edges of the state that the cell left, and the state's gradients from
-        the next chunk."""
+        """Return the edges of the state that the cell left, and its gradients from the next
+        chunk."""
         if self._is_last(i.chunk) or not cell.spec.state:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
@@ -229,8 +228,7 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the model's arguments to a layer for one piece; `tokens` may be one more than the
-        piece has."""
+        """Return the arguments of a layer for one piece, of `tokens` or one token less."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens

@@ -143,8 +143,7 @@ class Arena:
 
 
 class _Locked:
-    """Wrapper of locked pages as a CUDA array: addresses are unified, so a device accesses them in
-    place."""
+    """Wrapper of locked pages as a CUDA array, which a device accesses in place."""
 
     def __init__(self, slab: Tensor) -> None:
         self.slab = slab
@@ -286,8 +285,7 @@ class CopyEngine:
     # -- rows of host memory that the device reads and writes in place ---------------------------
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Copy rows of a mapped host tensor (`Arena.view`) to the device; `rows` are n indices, the
-        result is [n, D], contiguous."""
+        """Copy n rows of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
         with self.on(Lane.FETCH):
             wide, source = _wide(target, source)
             if source.device != wide.device:
@@ -317,7 +315,7 @@ class CopyEngine:
 
     def read(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start copying a small tensor to the CPU. Returns a function that waits for the copy and
-        returns the result."""
+        returns the tensor."""
         if tensor.device.type == "cpu":
             return lambda: tensor
         try:
@@ -355,8 +353,8 @@ class CopyEngine:
     # -- order -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Let the lanes' streams follow the caller's stream. See Note: [Lanes fork and join at a
-        step's ends]."""
+        """Fork the lanes' streams from the caller's. See Note: [Lanes fork and join at a step's
+        ends]."""
         computed = self.record(Lane.COMPUTE)
         for lane in self._streams:
             self.wait(lane, computed)
@@ -405,8 +403,7 @@ def _divides(whole: int, rows: Tensor) -> bool:
 
 
 def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
-    """Launch the kernel `take_rows` or `add_rows` on contiguous tensors; `rows` are indices into
-    the longer tensor."""
+    """Launch kernel `take_rows` or `add_rows`; `rows` are indices into the longer tensor."""
     width = one.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * one.element_size()))
@@ -438,8 +435,7 @@ class StreamOrder:
                     del self.events[wait]
 
     def after(self, index: int) -> None:
-        """Record an event for instruction `index`, which was just issued, if any later one waits
-        for it."""
+        """Record an event for instruction `index`, just issued, if a later one waits for it."""
         for lane in self.orders[index]:
             wait = Wait(lane, index)
             if self.to_come[wait]:
@@ -457,9 +453,8 @@ def reserve_together(
     advice: str,
 ) -> None:
     """Reserve memory of each tier on all ranks, or raise the same error on all. A machine may
-    refuse one rank memory that forecasts allow, such as pages to lock: then all ranks raise
-    TooLarge or DeviceTooSmall before they have computed anything. A single rank raises the original
-    error."""
+    refuse one rank memory that forecasts allow, such as pages to lock: then all raise TooLarge or
+    DeviceTooSmall before they have computed anything. A single rank raises the original error."""
     alone = ranks is None or ranks.layout.devices() == 1
     tiers, refused, size, cause = list(Tier), -1, 0, None
     for number, tier in enumerate(tiers):

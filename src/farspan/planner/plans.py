@@ -310,7 +310,7 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """Plan of a strategy at the longest context, up to the plan's, in `most` seconds a step."""
+    """Plan of a strategy at the longest context, up to the plan's, in `most` seconds per step."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
