@@ -439,7 +439,8 @@ class AttentionContext:
             cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
-        """Return the exchange of the rank's tokens for this rank's heads of all tokens."""
+        """Return the exchange of a chunk between ranks: this rank's tokens of all heads for all
+        tokens of this rank's heads."""
         assert self.ranks is not None
         ulysses = None
         if rank.layout.ulysses > 1:

@@ -213,11 +213,13 @@ def inputs_of(
     return inputs
 
 
-def _count(same: Agreement, model: PreparedModel, inputs: StepInputs, given: int | None) -> int:
+def _count(
+    same: Agreement, model: PreparedModel, inputs: StepInputs, trained_tokens: int | None
+) -> int:
     """Return the divisor of the sum of losses: at least 1, so that a batch without trained tokens
     has loss 0."""
-    if given is not None:
-        return given
+    if trained_tokens is not None:
+        return trained_tokens
     if inputs.weights is not None:
         return 1
     replicas = [0]

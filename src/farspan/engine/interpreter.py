@@ -37,7 +37,7 @@ from farspan.engine.recurrent import Recurrent, RecurrentCell
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
-from farspan.hf.dropout import Draws, Place
+from farspan.hf.dropout import Draws, TokenRange
 from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
@@ -137,7 +137,7 @@ class TiledLayers(Layers):
         return self.shells[key]
 
 
-def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
+def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
     """Keep gradients of a custom head in their sums, unsharded; the caller collects them."""
 
 
@@ -157,7 +157,7 @@ class Registers:
     loss: Tensor | None = None
     values: Tensor | None = None  # output of a value head, [B, T, k]
     given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
-    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_kept_apart))
+    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_keep_sums))
     place: int = 0  # index of the next instruction
     order: StreamOrder | None = None  # the waits between lanes, if copies overlap
 
@@ -301,7 +301,7 @@ class Interpreter:
         """Return the rank's tokens of a chunk, after telling dropout that they run next."""
         span = self._span(chunk)
         if self.inputs.draws is not None:
-            self.inputs.draws.at(Place(span.start, span.stop - span.start))
+            self.inputs.draws.at(TokenRange(span.start, span.stop - span.start))
         return span
 
     def _embed(self, chunk: int) -> Tensor:

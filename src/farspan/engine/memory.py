@@ -181,9 +181,9 @@ def refuse_known(step: Step, batch: int, tokens: int) -> None:
 
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
-    """Raise TooLarge or DeviceTooSmall if the step does not fit. TooLarge: the host cannot hold the
-    step and `optimizer` bytes of its states, or they exceed `step.host_room`. DeviceTooSmall: the
-    GPU cannot hold the new bytes. All ranks call it, and raise the same error."""
+    """Raise an error if the step does not fit, the same on all ranks, which all call it. TooLarge:
+    the host cannot hold the step and `optimizer` bytes of its states, or they exceed
+    `step.host_room`. DeviceTooSmall: the GPU cannot hold the new bytes."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
     _refuse_too_small(step.stages.device, expected, ranks)
     needed = expected.new_host

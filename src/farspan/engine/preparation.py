@@ -263,7 +263,8 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """Set up ranks that each keep whole weights, unless they are sharded. All ranks call it."""
+        """Make ranks keep whole weights each, with gradients summed over ranks, unless the model is
+        sharded already. All ranks call it."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)

@@ -294,14 +294,14 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
     return constant, *slopes
 
 
-def peak_of(lengths: Lengths, found: Sequence[list[int]]) -> Peak:
+def peak_of(lengths: Lengths, passes: Sequence[list[int]]) -> Peak:
     """Return one line per allocation if all lengths have equally many, else one line through the
     peaks. Lines that fall as pieces grow are of remainders, and left out: whole pieces hold
     more."""
-    if len({len(moments) for moments in found}) == 1:
-        lines = (line_of(lengths, sizes) for sizes in zip(*found, strict=True))
+    if len({len(moments) for moments in passes}) == 1:
+        lines = (line_of(lengths, sizes) for sizes in zip(*passes, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)
-    return (line_of(lengths, [max(moments, default=0) for moments in found]),)
+    return (line_of(lengths, [max(moments, default=0) for moments in passes]),)
 
 
 def less_of(line: Line, a_token: float) -> Line:

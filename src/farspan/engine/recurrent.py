@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from farspan.engine.attention_op import AttentionContext
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffers
 from farspan.engine.gradients import GraphInput, RunChunk, enter
-from farspan.hf.dropout import Draws, Place
+from farspan.hf.dropout import Draws, TokenRange
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.program.program import AttentionMode, Backward, Forward, Program
@@ -116,7 +116,7 @@ class RecurrentCell:
         tokens = piece.stop - piece.start
         if self.draws is not None:
             several = tokens + takes_two(tokens, states.before)
-            self.draws.at(Place(piece.start, several, piece.rows.start))
+            self.draws.at(TokenRange(piece.start, several, piece.rows.start))
         x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
         call = self.call(piece, tokens + takes_two(tokens, states.before))
         if not self.spec.state:

@@ -438,22 +438,22 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], st
 
 
 def computing_device(
-    here: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
+    current: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
 ) -> torch.device:
-    """Return the device on which a step computes, with its index: the model's (`here`), or another
-    one if weights come from main memory. Raises UnsupportedError."""
-    found = here if wanted is None else torch.empty(0, device=wanted).device
-    if found != here and ranks is not None:
+    """Return the device on which a step computes, with its index: `wanted`, if weights come from
+    main memory, else the model's `current` one. Raises UnsupportedError."""
+    device = current if wanted is None else torch.empty(0, device=wanted).device
+    if device != current and ranks is not None:
         raise UnsupportedError(
-            f"device: the ranks compute on {here}, not on {found}; make their ParallelContext with "
-            "that device"
+            f"device: the ranks compute on {current}, not on {device}; make their ParallelContext "
+            "with that device"
         )
-    if found != here and not on_host:
+    if device != current and not on_host:
         raise UnsupportedError(
-            f"device: the model is on {here}, not on {found}; move it there (model.to), or set "
+            f"device: the model is on {current}, not on {device}; move it there (model.to), or set "
             "schedule.weights to host"
         )
-    return found
+    return device
 
 
 def _addresses(weight: nn.Parameter) -> list[int]:

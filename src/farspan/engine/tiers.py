@@ -402,15 +402,15 @@ def _divides(whole: int, rows: Tensor) -> bool:
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
-def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
+def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> None:
     """Launch kernel `take_rows` or `add_rows`; `rows` are indices into the longer tensor."""
-    width = one.shape[1]
+    width = target.shape[1]
     padded = 1 << (width - 1).bit_length()
-    tile = max(1, TILE_BYTES // (padded * one.element_size()))
+    tile = max(1, TILE_BYTES // (padded * target.element_size()))
     programs = min(PROGRAMS, -(-len(rows) // tile))
     if programs:
-        with torch.cuda.device_of(one):
-            kernel[(programs,)](one, other, rows, len(rows), width, padded, tile, num_warps=8)
+        with torch.cuda.device_of(target):
+            kernel[(programs,)](target, source, rows, len(rows), width, padded, tile, num_warps=8)
 
 
 class StreamOrder:

@@ -92,14 +92,16 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Start exchanging tensors for heads, each with a range of every rank's heads or None."""
+        """Start exchanging tensors for this rank's heads. Each tensor comes with the range of every
+        rank's heads to exchange, or None for all."""
         tensors = [self._some(x, heads) for x, heads in parts]
         if self.padding:
             tensors = [x[:, :, :0] for x in tensors]
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def begin_tokens(self, *tensors: Tensor) -> Coming:
-        """Start exchanging tensors back for tokens, all with one range of every rank's heads."""
+        """Start exchanging tensors back for this rank's tokens, all with the same range of every
+        rank's heads."""
         if self.ulysses is None:
             return lambda: [self._filled(x) for x in tensors]
         coming = self.ulysses.to_tokens(tensors)

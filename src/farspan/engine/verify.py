@@ -197,8 +197,8 @@ def root_mean_square(errors: list[float]) -> float:
     return sqrt(fmean(error**2 for error in errors))
 
 
-def _ratio(found: float, own: float) -> float:
-    return (found + FLOOR) / (own + FLOOR)
+def _ratio(step: float, plain: float) -> float:
+    return (step + FLOOR) / (plain + FLOOR)
 
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:

@@ -171,16 +171,16 @@ class _Noisy(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenRange:
     """Range of tokens that a module is called with: a chunk of some rows, or a part of it."""
 
     first: int  # position of the first token in the sequence
     tokens: int
     row: int = 0  # of the batch, the first
 
-    def part(self, start: int, stop: int) -> "Place":
+    def part(self, start: int, stop: int) -> "TokenRange":
         """Return the range of tokens [start, stop) within this one."""
-        return Place(self.first + start, min(stop, self.tokens) - start, self.row)
+        return TokenRange(self.first + start, min(stop, self.tokens) - start, self.row)
 
 
 @dataclass(slots=True)
@@ -194,10 +194,10 @@ class Draws:
     tokens: int  # of a whole sequence
     fused: bool = False  # dropouts run on the device's own kernel
     alpha: float | None = None  # of the noise on embeddings; None: no noise
-    place: Place = Place(0, 0)
+    place: TokenRange = TokenRange(0, 0)
     asked: set[str] = field(default_factory=set)  # modules already called with these tokens
 
-    def at(self, place: Place) -> None:
+    def at(self, place: TokenRange) -> None:
         """Set the range of tokens that modules are called with next."""
         self.place, self.asked = place, set()
 

@@ -152,7 +152,7 @@ class _ModelWalk:
             yield self._path, state
 
     def _of(self, value: Any, name: object) -> Any:
-        """Return a value for an attribute that is equal if the attribute has the same effect."""
+        """Return a comparable value of an attribute: equal values mean equal effects on a step."""
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
@@ -178,9 +178,9 @@ class _ModelWalk:
         return Same(value, kind.__qualname__)
 
     def _come(self, value: Any, name: object) -> None:
-        """Queue an object for the walk, named by the first attribute that holds it: a module, a
-        configuration, or another object that a module holds. Objects that those hold in turn are
-        compared by identity alone."""
+        """Queue an object for the walk under the name of the attribute that first led to it. Walked
+        are modules, configurations, and other objects that modules hold; objects that only those
+        hold are compared by identity."""
         if id(value) in self._seen or not hasattr(value, "__dict__"):
             return
         other = self._inside and not type(value).__module__.startswith("torch.")

@@ -69,10 +69,10 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
     return shell_of(module, changed, forward=forward)
 
 
-def _seen(look: Callable[[], bool]) -> bool:
-    """Return the result of `look`, a test with stand-in tensors; False if it raises."""
+def _passes(check: Callable[[], bool]) -> bool:
+    """Return the result of `check`, a test with stand-in tensors; False if it raises."""
     try:
-        return look()
+        return check()
     except Exception:
         return False
 
@@ -113,7 +113,7 @@ def _near(found: Tensor, expected: Tensor, limit: float) -> bool:
     return error <= limit * float(expected.double().norm())
 
 
-def _of_one(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
+def _kernel_or_own(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
     """Return a forward that runs the kernel on supported inputs, else the module's own code."""
 
     def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
@@ -146,8 +146,8 @@ def norm_forward(module: nn.Module) -> Forward | None:
     else:
         return None
     for norm in (Norm(eps), Norm(eps, cast=False), Norm(eps, offset=1.0, cast=False)):
-        if _seen(partial(_norms, module, weight.shape[0], norm)):
-            return _of_one(partial(_normed, norm))
+        if _passes(partial(_norms, module, weight.shape[0], norm)):
+            return _kernel_or_own(partial(_normed, norm))
     return None
 
 
@@ -187,15 +187,15 @@ def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
     if act is None:
         return None
     for names in permutations(linear):
-        if _seen(partial(_gates, module, names, act)):
-            return _of_one(partial(_gated, names, act, linears))
+        if _passes(partial(_gates, module, names, act)):
+            return _kernel_or_own(partial(_gated, names, act, linears))
     return None
 
 
 def _act_of(module: nn.Module) -> Act | None:
     x = _random(TOKENS, INNER, seed=3)
     for act in Act:
-        if _seen(partial(_same, module, partial(_activated, act), x)):
+        if _passes(partial(_same, module, partial(_activated, act), x)):
             return act
     return None
 
@@ -270,7 +270,7 @@ def _rotating(forward: Any) -> Forward | None:
 
 @cache
 def _is_rotation(plain: Forward) -> bool:
-    return _seen(partial(_rotates, plain))
+    return _passes(partial(_rotates, plain))
 
 
 def _rotates(plain: Forward) -> bool:

@@ -634,9 +634,9 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
 
 
 def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
-    """Raise UnsupportedError if peft takes a target for stacked experts. It goes by the names that
-    experts had before they were stacked, such as gate_proj: in dense layers and shared experts too,
-    and when it loads saved adapters."""
+    """Raise UnsupportedError if peft would treat a target as stacked experts. It recognizes experts
+    by the names that they had before they were stacked, such as gate_proj, which dense layers and
+    shared experts have too, and does so again when it loads saved adapters."""
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
     lost = {name.rpartition(".")[2] for name in wanted.keys() - found}
     if lost:

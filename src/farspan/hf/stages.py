@@ -199,7 +199,8 @@ class CausalLMStages:
         self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def settle(self, longest: int) -> None:
-        """Set the longest position of later sequences, by which some RoPE chooses its table."""
+        """Set the longest position of the next sequences, since some RoPE chooses its table by
+        it."""
         if self._by_length:
             self._settled = settled(self.decoder, longest, self.device)
 

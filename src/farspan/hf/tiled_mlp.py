@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, attended, eager_experts, routed
-from farspan.hf.dropout import Draws, Place, still
+from farspan.hf.dropout import Draws, TokenRange, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
@@ -108,7 +108,7 @@ class _TiledModule(StandIn):
         assert out is not None
         return out
 
-    def gradient(self, x: Tensor, dout: Tensor, place: Place) -> Tensor:
+    def gradient(self, x: Tensor, dout: Tensor, place: TokenRange) -> Tensor:
         """Return the gradient of x, whose tokens lie at `place`; add weight gradients tile by
         tile."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
@@ -135,7 +135,7 @@ class _TiledModule(StandIn):
         out = self._module(x)
         return out if self._child.outputs is None else out[0]
 
-    def _spans(self, x: Tensor, place: Place) -> Iterator[slice]:
+    def _spans(self, x: Tensor, place: TokenRange) -> Iterator[slice]:
         """Yield the token range of each tile, after telling dropout about it."""
         tokens = x.shape[1]
         for start in range(0, tokens, self._tokens):

@@ -88,8 +88,8 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each choice, [F]. Choices in one class save none, some or all chunks of each
-        tensor alike, and save more chunks of the same tensor."""
+        """Class of each choice, [F]. In one class, each tensor is saved for no chunk, for some or
+        for all, and the same tensor is saved for more chunks."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -138,8 +138,8 @@ _SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """Number of instructions of each type per chunk, [8]: one per case (`SaveCounts.cases`). Roles
-    and boundaries with equal numbers share one object."""
+    """Number of instructions of each type per chunk, in the cells of one role or at one boundary.
+    An array [8] has one number for each case of `SaveCounts.cases`."""
 
     counts: dict[Act, Counts]
 
@@ -152,8 +152,9 @@ class Acts:
 
 
 def acts(place: Role | Boundary, schedule: Schedule, *, is_cut: bool = False) -> Acts:
-    """Instruction counts of one role or boundary, with x, attention and activations on the host;
-    the least where its layers differ. With `is_cut` the backward waits for the whole head."""
+    """Return how often the cells of one role, or copies at one boundary, run each instruction.
+    Tensors saved for the backward are on the host. Of layers with one role the smallest count is
+    taken. With `is_cut` the backward waits for the whole head."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), is_cut)
 
 

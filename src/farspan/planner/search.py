@@ -143,7 +143,7 @@ class Frontier:
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
-        """Raise the bound to that of the choices that may fit."""
+        """Recompute the lower bound of time over only the choices whose memory may fit."""
         self.is_settled = True
         self._bound(self.fits())
 

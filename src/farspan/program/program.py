@@ -353,9 +353,9 @@ def regions(
     return tuple(found)
 
 
-def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
+def regions_bytes(tensors: tuple[Region, ...], tokens: int) -> int:
     """Return the bytes of a buffer of `tokens` rows with these tensors."""
-    return sum(aligned(region.row_bytes() * tokens) for region in found)
+    return sum(aligned(region.row_bytes() * tokens) for region in tensors)
 
 
 def row_bytes(kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int) -> int:
