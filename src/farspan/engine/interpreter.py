@@ -150,7 +150,7 @@ class Registers:
     """Tensors and counters that change while a program runs."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)  # inputs by layer, [B, C, hidden]
-    gradient: dict[int, Tensor] = field(default_factory=dict)  # of the loss by those
+    gradient: dict[int, Tensor] = field(default_factory=dict)  # gradients of those inputs, by layer
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # O and LSE by layer
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by layer and chunk
     calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
@@ -562,7 +562,8 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return the position ids that a layer's attention reads: those of all tensor peers."""
+        """Return the position ids of all tokens in a layer's attention: this rank's and its tensor
+        peers'."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

@@ -285,7 +285,8 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Add to `storages` those that autograd saves in the body, and may not be overwritten."""
+    """Add to `storages` every storage that autograd saves in the body; these must not be
+    overwritten."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

@@ -41,7 +41,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
+TOKENS, CUT = 8, 5  # tokens of the probe, cut off centre so that chunks differ
 PIECES = (0, 3, 7, 8)  # cuts for a recurrent layer
 # Relative error allowed for such pieces. Their own fp32 arithmetic, in another order, stays below
 # 1e-5.

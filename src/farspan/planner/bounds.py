@@ -111,8 +111,8 @@ class ScheduleGrid:
         return np.asarray(saves * self.splits.inner * row)
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
-        """Bytes of one saved cell, [F]; O and LSE count unless the buffer of attention outputs
-        holds those of every saved chunk."""
+        """Bytes of one saved cell, [F]. O and LSE count unless the buffer of attention outputs
+        holds them for every saved chunk."""
         outside = (self.saves.attention >= self.saves.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -450,7 +450,7 @@ def _saved(grid: ScheduleGrid) -> Array:
     sums, layers, is_last = cell_prices.sums, len(cell_prices.model.layers), groups.is_last
     graphs = np.where(is_last, grid.last_graphs[groups.split], saves.graphs)
     kind = grid.splits.kind
-    # A stage hands on its output and keeps its input.
+    # A stage sends its output to the next stage and saves its input.
     left = 0 if kind.is_stage else cell_prices.tokens
     received = groups.index + (kind.is_stage and not kind.is_first)
     x = np.where(is_last, cell_prices.latest(graphs), left)

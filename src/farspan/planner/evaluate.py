@@ -187,7 +187,7 @@ def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int
     return list(found)
 
 
-# -- what cells hold ------------------------------------------------------------------------------
+# -- transient memory of cells ---------------------------------------------------------------------
 
 
 class RankWalk(Walk):

@@ -103,9 +103,9 @@ class SaveCounts:
         return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
-# -- what passes do, read off small programs ------------------------------------------------------
+# -- instruction counts, read off small programs --------------------------------------------------
 
-# Instructions by what they are about: forwards by mode or the buffer they write to, copies by the
+# Instructions by purpose: forwards by mode or the buffer that they write to, copies by the
 # kind of buffer, loads of a group's input.
 Act = tuple[type, str]
 COMPUTES: Act = Forward, AttentionMode.COMPUTE
@@ -118,7 +118,7 @@ _GROUP = 3
 _GROUPS = (_GROUP,) * 3
 _MODEL = ModelSpec("outline", 1, 1, (LayerSpec(1, 1, 1, 1),) * sum(_GROUPS), 2)
 _CHUNKS = (0, 1), (1, 2)
-# The stage that runs it, if any, and its layers or boundary there.
+# For each role or boundary: the pipeline stage, if any, and its layers or boundary in `_MODEL`.
 _AT: dict[Role | Boundary, tuple[int | None, tuple[int, ...]]] = {
     Role.INNER: (None, (3, 4)),
     Role.TOP: (None, (5,)),
@@ -304,7 +304,8 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: of many, those where even and tapered splits peak."""
+        """Groups whose memory is computed. A split into many groups has a few: where even and
+        tapered splits peak."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -319,7 +320,7 @@ class GroupSplits:
         index, first, stop, is_last = (table[:, [column]] for column in range(1, 5))
         return Groups(table[:, 0], np.array(at), index, first, stop, is_last.astype(bool))
 
-    # -- states and what gathering them takes ----------------------------------------------------
+    # -- states, and gathering or streaming of weights -------------------------------------------
 
     @cached_property
     def held(self) -> list[States]:

@@ -206,7 +206,8 @@ class Frontier:
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def held(self, kind: int, cells: "TransientCache") -> Array:
-        """Transient bytes of a kind's cells beyond those in `within`, [S, 1] per kind of rank."""
+        """Transient bytes of a kind's cells that `within` did not count, [S, 1] for S kinds of
+        rank."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:

@@ -53,7 +53,7 @@ from farspan.program.program import (
     Release,
 )
 
-WITHIN = BETWEEN = 1  # layers or groups at either end of a folded run that stand for themselves
+WITHIN = BETWEEN = 1  # layers or groups at either end of a folded run that are not folded
 LONGEST_PERIOD = 12  # layers, or groups, of a repeating period
 BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
 # Cells issued but not finished: CUDA queues about 1,024 launches, and a cell has 50 to 170.
@@ -289,8 +289,9 @@ def fold(
 
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
-    """Return indices that represent a whole row, each with its number of entries. Both ends stay,
-    and of each repeating period `once` on either side and one for all others."""
+    """Return indices of entries that represent a whole row, each with the number of entries that it
+    represents. Both ends stay. Of each repeating period between them, `once` copies stay on either
+    side, and one represents all others."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(

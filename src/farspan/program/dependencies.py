@@ -405,7 +405,8 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Raise `after`, the instruction to wait for by lane, to those that one access needs."""
+        """Update `after`, the latest instruction to wait for on each lane, by the waits of one
+        access."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]

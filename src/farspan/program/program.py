@@ -63,7 +63,7 @@ class Buffer:
 
     name: str
     kind: Kind
-    layer: int  # the layer, or the boundary of `x`; -1 for slots, which serve any
+    layer: int  # the layer, for x the group that reads it; -1 for slots, which any layer uses
     tier: Tier
     start: int  # first row held (program.layout), or first token of the chunks of cells
     stop: int  # one past the last
