@@ -19,7 +19,7 @@ from farspan.engine.profile import profiles_of_model
 from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.hf import dropout
-from farspan.hf.dropout import Draws, Numbers, Place, dropped, noisy
+from farspan.hf.dropout import Draws, Numbers, TokenRange, dropped, noisy
 from farspan.hf.probe import Float64Mode
 from farspan.planner.walk import Walk
 from farspan.profile.model import Variant
@@ -277,7 +277,7 @@ def test_any_layout_is_exact(layout: Layout, schedule: Schedule) -> None:
 
 def of(name: str = MODULE, *, step: int = 0, row: int = 0, first: int = 0) -> Numbers:
     draws = Draws(SEED, step, row, 0)
-    draws.at(Place(first, 1))
+    draws.at(TokenRange(first, 1))
     return draws.numbers(name, torch.empty(1, 1, 1))
 
 
@@ -347,7 +347,7 @@ def test_a_mask_of_the_place_in_the_chunk_would_be_found() -> None:
     step = Step(model, Schedule(chunk=16), seed=SEED)
     right = Draws.at
 
-    def wrong(self: Draws, place: Place) -> None:
+    def wrong(self: Draws, place: TokenRange) -> None:
         right(self, replace(place, first=0))
 
     with patch.object(Draws, "at", wrong), pytest.raises(AssertionError):
@@ -358,10 +358,10 @@ def test_tiles_that_forget_their_place_would_be_found() -> None:
     model, data = adapted(), draw(TOKENS)
     step = Step(model, Schedule(chunk=16, mlp_chunk_size=5), seed=SEED)
 
-    def wrong(self: Place, start: int, stop: int) -> Place:
+    def wrong(self: TokenRange, start: int, stop: int) -> TokenRange:
         return replace(self, tokens=min(stop, self.tokens) - start)
 
-    with patch.object(Place, "part", wrong), pytest.raises(AssertionError):
+    with patch.object(TokenRange, "part", wrong), pytest.raises(AssertionError):
         assert_exact(model, step, data, calls=1)
 
 

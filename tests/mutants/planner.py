@@ -80,7 +80,7 @@ PLANNER = (
         "if plan is not None and plan.seconds.total <= limit:",
         "if plan is not None:",
         (
-            "tests/planner/test_thrift.py",
+            "tests/planner/test_footprint.py",
             "tests/planner/test_best_first.py::test_nothing_as_fast_takes_less",
         ),
     ),

@@ -118,8 +118,7 @@ class ChunkAttention:
         return q.contiguous() if self.graph else q, k, v
 
     def kv_at_hand(self) -> tuple[Tensor, Tensor] | None:
-        """Return the chunk's K, V of this rank's heads if an earlier pass wrote them to a
-        buffer."""
+        """Return K, V of this rank's heads if an earlier pass wrote them to a buffer."""
         if self.at_hand is None:
             return None
         return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
@@ -171,8 +170,7 @@ class ChunkAttention:
         prefix: KVPrefix | KVHeads,
         sinks: Tensor | None,
     ) -> AttentionGradients:
-        """Return dq, dk, dv, dsinks of these heads, and add dK, dV of earlier keys to their
-        sums."""
+        """Return dq, dk, dv, dsinks of these heads; add dK, dV of earlier keys to their sums."""
         whole = self.key_values
         if isinstance(self.spread, Ring):
             return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)
@@ -189,16 +187,14 @@ class ChunkAttention:
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return the exchange of heads in pieces that overlaps with attention; None: one
-        exchange."""
+        """Return the exchange in pieces that overlaps with attention; None: one exchange."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a chunk's queries; the backward adds dK, dV of earlier chunks to their
-    buffer."""
+    """Attention of a chunk; the backward adds dK, dV of earlier chunks to their buffer."""
 
     @staticmethod
     def forward(
@@ -338,8 +334,7 @@ class AttentionContext:
         return cell
 
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
-        """Set the buffers that a cell's backward reads, and start fetching keys and sums of dK,
-        dV."""
+        """Set the buffers of a cell's backward, and start fetching keys and sums of dK, dV."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
         self._fetch(cell, i.layer, i.chunk)
         if cell.far is not None:
@@ -385,7 +380,7 @@ class AttentionContext:
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Return the blocks of queries and keys, for the keys of the rank at index `ring` of the
+        """Return the blocks of queries and keys, for keys of the rank at index `ring` of the
         ring."""
         program = self.program
         spec = program.model.layers[layer]
@@ -444,8 +439,8 @@ class AttentionContext:
             cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
-        """Return the exchange that turns tokens of all heads into this rank's heads of all
-        tokens."""
+        """Return the exchange of a chunk between ranks: this rank's tokens of all heads for all
+        tokens of this rank's heads."""
         assert self.ranks is not None
         ulysses = None
         if rank.layout.ulysses > 1:
@@ -454,8 +449,8 @@ class AttentionContext:
         return HeadExchange(ulysses, rank.layout.tensor * self.is_padding(chunk))
 
     def _spread(self, rank: Rank, layer: int, chunk: int) -> KVShards | Ring | None:
-        """Return the attention over keys of several ranks, or None if this rank has all keys of its
-        heads."""
+        """Return the attention over several ranks' keys; None if this rank has all of its
+        heads'."""
         assert self.ranks is not None
         ring = None
         if rank.layout.ring > 1:

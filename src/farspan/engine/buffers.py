@@ -52,8 +52,7 @@ class ProgramBuffers:
         self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
 
     def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
-        """Return the tensors of one layer in a buffer, each with its bytes per row and its
-        dtype."""
+        """Return a layer's tensors in a buffer, each with its bytes per row and its dtype."""
         if (name, layer) not in self._regions:
             buffer, program = self.program.buffers[name], self.program
             spec, held = program.model.layers[layer], buffer.stop - buffer.start
@@ -108,8 +107,7 @@ class ProgramBuffers:
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return all cells of a buffer as one tensor [cells, *shape]; the cells have equal
-        sizes."""
+        """Return all cells of a buffer with equal cells as one tensor, [cells, *shape]."""
         buffer = self.program.buffers[name]
         assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)
@@ -257,8 +255,7 @@ class KVPrefix:
         slot.done = copies.record(Lane.EVICT)
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """Return views of K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's
-        own."""
+        """Return views of K [T, B, Hk, D] and V [T, B, Hk, Dv] of all earlier rows."""
         rows = self.storage.rows(self.keys_in, (0, self.before), self.layer)
         return rows["k"], rows["v"]
 

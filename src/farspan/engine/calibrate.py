@@ -195,8 +195,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class Calibration:
-    """Measurement of a machine in several passes; later passes repeat only numbers that still
-    vary."""
+    """Measurement of a machine in passes, which repeat only numbers that still vary."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
@@ -386,8 +385,8 @@ def _softmax(
 
 
 def _peak(bench: Bench, dtype: torch.dtype, curves: Iterable[Curve]) -> float:
-    """Return the FLOP per second that MFU compares with: the datasheet's, or the fastest call's if
-    that is faster or no preset knows the GPU."""
+    """Return the peak FLOP per second, for MFU: that of the GPU's preset, or of the fastest
+    measured call if that is faster or no preset matches."""
     preset = None if bench.on_cpu else preset_of_gpu(torch.cuda.get_device_name(bench.device))
     known = machine(preset).rates if preset is not None else {}
     datasheet = known[_name(dtype)].peak if _name(dtype) in known else 0.0

@@ -52,8 +52,8 @@ class Calls:
     def ready(
         self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
     ) -> Ready:
-        """Check the arguments of a step or an evaluation, and prepare its program and inputs.
-        Raises UnsupportedError."""
+        """Check the arguments of a call, and prepare its program and inputs. Raises
+        UnsupportedError."""
         with self.agreement(call) as same:
             if trains:
                 refuse_without_gradients()
@@ -142,8 +142,7 @@ class Calls:
             self.models.follow(found.schedule)
 
     def drawing(self, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with this call's random draws for dropout, equal on all ranks of a
-        sequence."""
+        """Return the inputs with draws for dropout, equal on all ranks of a sequence."""
         model, (batch, tokens), row = self.models.now, inputs.input_ids.shape, 0
         if model.sharded is not None:
             row = batch * model.sharded.ranks.rank.along["data"]
@@ -196,8 +195,7 @@ def inputs_of(
     *,
     several: bool = False,
 ) -> StepInputs:
-    """Return the checked inputs, and add them to the ranks' comparison. Raises UnsupportedError
-    naming the argument."""
+    """Return the checked inputs, compared between ranks. Raises UnsupportedError."""
     if torch.is_autocast_enabled(model.stages.device.type):
         raise UnsupportedError(
             "autocast: the program is planned for one dtype; call the step outside autocast, "
@@ -215,11 +213,13 @@ def inputs_of(
     return inputs
 
 
-def _count(same: Agreement, model: PreparedModel, inputs: StepInputs, given: int | None) -> int:
-    """Return the number by which the sum of losses is divided. At least 1, so the loss is 0 without
-    trained tokens."""
-    if given is not None:
-        return given
+def _count(
+    same: Agreement, model: PreparedModel, inputs: StepInputs, trained_tokens: int | None
+) -> int:
+    """Return the divisor of the sum of losses: at least 1, so that a batch without trained tokens
+    has loss 0."""
+    if trained_tokens is not None:
+        return trained_tokens
     if inputs.weights is not None:
         return 1
     replicas = [0]

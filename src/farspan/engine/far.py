@@ -31,8 +31,7 @@ class FarStep(Protocol):
 
 
 def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | None:
-    """Return the sparse attention of a step with this schedule, or None if it is dense. Raises
-    UnsupportedError."""
+    """Return the schedule's sparse attention, or None if it is dense. Raises UnsupportedError."""
     if schedule.sparse is None:
         return None
     found: FarStep = given(PART, "SparseStep").of(schedule, selector)
@@ -40,8 +39,7 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
 
 
 def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch.dtype) -> Function:
-    """Return the function that a step with this schedule and dtype computes, to verify it against
-    plain autograd."""
+    """Return the function that a step in `dtype` computes, for a comparison with plain autograd."""
     if schedule.sparse is None:
         return Function(schedule, dtype)
     found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)
@@ -49,6 +47,6 @@ def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch
 
 
 def far_curves(bench: Any, path: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Return the measured rates of sparse attention (`farspan.sparse.measure`)."""
+    """Return measured rates of sparse attention (`farspan.sparse.measure`)."""
     found: dict[str, Curve] = given(PART, "page_curves")(bench, path, dtype)
     return found

@@ -96,8 +96,7 @@ class GradientAccumulator:
     parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
     `.grad` itself; any other gets an fp32 sum that lives until its group is closed. If several
     ranks have a part of each gradient, all parameters get a sum, and `reduce` adds it over ranks.
-    Gradients of `hooked` parameters are accumulated at the end of the call, when they are
-    complete."""
+    Gradients of `hooked` parameters are accumulated at the end of the call."""
 
     def __init__(self, reduce: Reduce | None = None, hooked: Iterable[nn.Parameter] = ()) -> None:
         self.received: dict[nn.Parameter, None] = {}  # parameters with a gradient, in order
@@ -107,8 +106,7 @@ class GradientAccumulator:
         self._reduce = reduce
 
     def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
-        """Use `total` as the sum of a parameter's gradients; with `fresh` its present value is
-        ignored."""
+        """Use `total` as the sum of a parameter's gradients; `fresh` ignores its present value."""
         (self._places if fresh else self._open)[parameter] = total
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
@@ -183,8 +181,7 @@ RunChunk = Callable[[Tensor], Tensor]  # a layer on its chunk
 
 class GraphEntry(torch.autograd.Function):
     """Identity at the start of a cell's graph, whose backward appends the input's gradient to
-    `sink`. The graph holds no tensor for the input, so the input may leave the device before the
-    backward."""
+    `sink`. The graph holds no tensor for the input, so the input may leave the device."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, sink: list[Tensor]) -> Tensor:
@@ -224,8 +221,7 @@ class Graph:
 def build_graph(
     run: RunChunk, hidden: Tensor, saved: SavedActivations | None = None
 ) -> tuple[Graph, Tensor]:
-    """Run a layer with autograd; return its graph and its output. Tensors for the backward go to
-    `saved` if given."""
+    """Run a layer and return its graph and output; autograd saves tensors to `saved`, if given."""
     with torch.enable_grad():
         entered, graph_input = enter(hidden)
         with nullcontext() if saved is None else saved.hooks():

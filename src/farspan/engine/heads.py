@@ -27,8 +27,7 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Head that returns log-probabilities of target ids and statistics of each token's
-    distribution."""
+    """Head for log-probabilities of target ids and statistics of each token's distribution."""
 
     temperature: float = 1.0  # divides the logits
     statistics: tuple[str, ...] = ()  # names in STATISTICS, returned after the log-probabilities
@@ -54,8 +53,8 @@ class TopIds(LogProbs):
     vocab: int | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
-        """Return k ids, then their k log-probabilities, the likeliest first: [n, 2 k] from logits
-        [n, V]."""
+        """Return k ids, then their log-probabilities, the likeliest first: [n, 2 k] of logits [n,
+        V]."""
         normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
         found, ids = normal[:, : self.vocab].topk(self.k, -1)
         return torch.cat((ids.to(found.dtype), found), 1)
@@ -74,8 +73,7 @@ class ValueHead:
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the values [B, C, k] of each token, from hidden states [B, C, h] and targets [B,
-        C, ...]."""
+        """Return values [B, C, k] of each token, from hidden [B, C, h] and targets [B, C, ...]."""
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
@@ -90,9 +88,8 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden` from `given`, the gradient of all values [B, C, k] or
-        only of the first [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
-        head's)."""
+        """Return the gradient of `hidden`; `given` is that of all values [B, C, k] or of the first
+        [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the head's)."""
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)

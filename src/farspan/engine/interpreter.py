@@ -37,7 +37,7 @@ from farspan.engine.recurrent import Recurrent, RecurrentCell
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
-from farspan.hf.dropout import Draws, Place
+from farspan.hf.dropout import Draws, TokenRange
 from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
@@ -85,7 +85,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class SparingLayers(Layers):
-    """Layers that skip their last product in cells whose output is not read."""
+    """Layers that skip their last product in cells whose output no instruction reads."""
 
     adding: AccumulatingLinears
     unread: frozenset[Cell]  # cells whose output only autograd needs
@@ -137,9 +137,8 @@ class TiledLayers(Layers):
         return self.shells[key]
 
 
-def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Keep gradients of a custom head in their sums: they are not sharded, and the caller collects
-    them."""
+def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
+    """Keep gradients of a custom head in their sums, unsharded; the caller collects them."""
 
 
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.
@@ -151,14 +150,14 @@ class Registers:
     """Tensors and counters that change while a program runs."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)  # inputs by layer, [B, C, hidden]
-    gradient: dict[int, Tensor] = field(default_factory=dict)  # of the loss by those
+    gradient: dict[int, Tensor] = field(default_factory=dict)  # gradients of those inputs, by layer
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # O and LSE by layer
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by layer and chunk
     calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
     loss: Tensor | None = None
     values: Tensor | None = None  # output of a value head, [B, T, k]
     given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
-    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_kept_apart))
+    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_keep_sums))
     place: int = 0  # index of the next instruction
     order: StreamOrder | None = None  # the waits between lanes, if copies overlap
 
@@ -211,9 +210,8 @@ class Interpreter:
         return Pipeline(ranks.among("pipeline"))
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
-        """Run the remaining instructions, or those before index `until`, and return the mean loss
-        as a float64 scalar. `orders` are the waits between lanes if copies overlap with
-        computation."""
+        """Run the remaining instructions, or those before index `until`; return the mean loss, a
+        float64 scalar. `orders` are the waits between lanes if copies overlap with computation."""
         now = self.registers
         if orders is not None and now.order is None:
             now.order = StreamOrder(self.storage.copies, orders)
@@ -303,7 +301,7 @@ class Interpreter:
         """Return the rank's tokens of a chunk, after telling dropout that they run next."""
         span = self._span(chunk)
         if self.inputs.draws is not None:
-            self.inputs.draws.at(Place(span.start, span.stop - span.start))
+            self.inputs.draws.at(TokenRange(span.start, span.stop - span.start))
         return span
 
     def _embed(self, chunk: int) -> Tensor:
@@ -388,8 +386,7 @@ class Interpreter:
             self.gradients.close(self.head.parameters)
 
     def _passing(self, chunk: int) -> Tensor:
-        """Allocate the hidden states [B, C, hidden] of a chunk, to receive them from another
-        stage."""
+        """Allocate a chunk's hidden states [B, C, hidden], to receive from another stage."""
         span, run = self._span(chunk), self.program.run
         shape = run.batch, span.stop - span.start, self.program.model.hidden
         return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
@@ -548,8 +545,7 @@ class Interpreter:
     def _named(
         self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
     ) -> dict[str, Tensor]:
-        """Return the tensors, by name, that a saved graph refers to and that exist again in its
-        backward."""
+        """Return tensors by name that a saved graph refers to and that exist in its backward."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
@@ -566,8 +562,8 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return the position ids of the tokens in a layer's attention: those of all tensor
-        peers."""
+        """Return the position ids of all tokens in a layer's attention: this rank's and its tensor
+        peers'."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

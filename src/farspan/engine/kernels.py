@@ -226,10 +226,9 @@ class Flash4:
 
 @cache
 def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
-    """Return a description of how FlashAttention-4 fails on this device, or None if it works. A
-    causal square, a rectangle and a window with heads of `width` are compared with plain PyTorch,
-    forward and backward: farspan's backward needs the package's private functions, which may change
-    at any release."""
+    """Return how FlashAttention-4 fails on this device, or None if it works. A causal square, a
+    rectangle and a window with heads of `width` are compared with plain PyTorch, both ways:
+    farspan's backward needs the package's private functions, which may change at any release."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(heads: int, tokens: int) -> Tensor:
@@ -352,8 +351,7 @@ class AttentionKernels:
         return wanted
 
     def _refuse_fault(self, spec: LayerSpec, choice: AttentionKernel) -> None:
-        """Raise UnsupportedError if FlashAttention-4 is chosen and fails its check on this
-        device."""
+        """Raise UnsupportedError if FlashAttention-4 is chosen and fails its check here."""
         if choice is not AttentionKernel.FA4:
             return
         heads = max(spec.head_dim, spec.value_dim)
@@ -423,8 +421,7 @@ def refuse_cublas(device: torch.device) -> None:
 
 
 def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
-    """Return the lengths in tokens of whole chunks, of a shorter last chunk, and of their
-    pieces."""
+    """Return the lengths of whole chunks, of a shorter last chunk, and of their pieces."""
     ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
     found = {length for length in ends if length <= most}
     for length in ends - found:

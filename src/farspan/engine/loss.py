@@ -75,8 +75,7 @@ def make_inputs(
 
 
 def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return the label that each token predicts: the label of the next token, within its
-    document."""
+    """Return the label that each token predicts: its next token's, within the document."""
     targets = torch.full_like(labels, IGNORED)
     targets[:, :-1] = labels[:, 1:]
     if document_ids is not None:
@@ -180,8 +179,7 @@ class LossHead:
     fused: bool = False  # one kernel computes the loss and overwrites the logits by their gradient
 
     def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """Return a chunk's share of the mean loss, from hidden states [B, C, h], targets and
-        weights [B, C]."""
+        """Return a chunk's share of the mean loss; hidden [B, C, h], targets and weights [B, C]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for span in pieces_of(hidden, self.piece, self.stages.vocab):
@@ -211,8 +209,7 @@ class LossHead:
         weights: Tensor | None,
         gradients: GradientAccumulator,
     ) -> tuple[Tensor, Tensor]:
-        """Return a chunk's loss and the gradient of `hidden`; weight gradients go to
-        `gradients`."""
+        """Return a chunk's loss and gradient of `hidden`; weight gradients go to `gradients`."""
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
@@ -230,8 +227,7 @@ class LossHead:
     def _differentiate(
         self, piece: Tensor, targets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return a piece's share of the loss, and the gradients of the piece and of the head's
-        parameters."""
+        """Return a piece's share of the loss, and gradients of the piece and the parameters."""
         wanted = [piece, *self.parameters]
         if not self.fused:
             with torch.enable_grad():
@@ -289,8 +285,8 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Add to `storages` the storages of tensors that autograd saves in the body, since they must
-    not be overwritten."""
+    """Add to `storages` every storage that autograd saves in the body; these must not be
+    overwritten."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

@@ -23,8 +23,8 @@ from farspan.spec import Tier
 
 
 class LiveStorage(UncompiledMode):
-    """Counts the bytes of all storages that are created in the context and still alive. Costs about
-    6 microseconds per operation. Memory that an operator allocates and frees internally is not
+    """Counter of the bytes of all storages created in the context and still alive. Costs about 6
+    microseconds per operation. Memory that an operator allocates and frees itself is not
     counted."""
 
     def __init__(self) -> None:
@@ -181,10 +181,9 @@ def refuse_known(step: Step, batch: int, tokens: int) -> None:
 
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
-    """Raise TooLarge or DeviceTooSmall if the step does not fit. TooLarge: the host cannot hold the
-    step and `optimizer` bytes of its states, or they exceed `step.host_room`. DeviceTooSmall: the
-    GPU cannot hold the new bytes. All ranks call it, and raise the same error if one of them is
-    short."""
+    """Raise an error if the step does not fit, the same on all ranks, which all call it. TooLarge:
+    the host cannot hold the step and `optimizer` bytes of its states, or they exceed
+    `step.host_room`. DeviceTooSmall: the GPU cannot hold the new bytes."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
     _refuse_too_small(step.stages.device, expected, ranks)
     needed = expected.new_host
@@ -233,8 +232,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """Return a lower bound of the bytes of one chunk's graphs, from the activations that layers
-    save per token."""
+    """Return a lower bound of the bytes of a chunk's graphs, from the layers' saved activations."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]

@@ -155,8 +155,7 @@ class Bench:
         return bool(keys) and all(self._agreed(*key) for key in keys)
 
     def spread(self) -> dict[str, float]:
-        """Return the ratio of the slowest to the fastest pass by field, for the field's worst
-        call."""
+        """Return the slowest pass over the fastest, for the worst call of each field."""
         found: dict[str, float] = {}
         for (name, _), looks in self.looks.items():
             found[name] = max(found.get(name, 1.0), max(looks) / max(min(looks), 1e-9))
@@ -182,8 +181,7 @@ class Bench:
         return torch.randn(*shape, generator=self.generator, device=self.device).to(dtype)
 
     def curve(self, name: str, points: Points) -> Curve:
-        """Return the rate of a call as a function of its size. Sizes ascend until a call takes too
-        long."""
+        """Return the rate of a call by size. Sizes ascend until a call takes too long."""
         if self.settled(name):
             return self._curves[name]
         found = []
@@ -200,8 +198,8 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield the matrix products y = x W.T and dx = dy W of a linear layer, for growing widths w: x
-    is [4w, w] and W [w, w]."""
+    """Yield the products y = x W.T and dx = dy W of linear layers of growing width w, with x [4w,
+    w] and W [w, w]."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 
@@ -344,8 +342,7 @@ def memory(bench: Bench) -> float:
 
 
 def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
-    """Return the seconds per logit of cross-entropy and its gradient, as the engine's head computes
-    them, for the field `name`."""
+    """Return the seconds per logit of cross-entropy and its gradient, as in the engine's head."""
     rows, vocab = 1024, 4096
     logits = bench.random(rows, vocab, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.long, device=bench.device)

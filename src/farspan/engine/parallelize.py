@@ -75,14 +75,12 @@ class ShardedModel:
 
     @property
     def rank(self) -> Rank:
-        """Rank whose programs this rank runs. With whole weights it is that of a layout without
-        FSDP."""
+        """Rank whose programs this rank runs; with whole weights that of a layout without FSDP."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
     def refuse_elsewhere(self, schedule: Schedule) -> None:
-        """Raise UnsupportedError if the schedule keeps weights on another tier than the sharded
-        model."""
+        """Raise UnsupportedError if the schedule keeps weights on another tier than the model."""
         on_host, there = schedule.weights is Tier.HOST, self.sharded.offload
         if on_host != there and (on_host or self.sharded.stage is Stage.ZERO_0):
             place = Tier.HOST if there else Tier.DEVICE
@@ -92,8 +90,7 @@ class ShardedModel:
             )
 
     def compare(self, same: Agreement, stages: CausalLMStages, *, weights: bool) -> None:
-        """Add the model's buffers, and with `weights` its whole weights, to the ranks'
-        comparison."""
+        """Add the model's buffers, and with `weights` its weights, to the ranks' comparison."""
         left = _BY_LENGTH if chooses_by_length(stages.model.config) else ()
         buffers = stages.model.named_buffers()
         numbers: dict[str, Tensor] = {n: x for n, x in buffers if not n.endswith(left)}
@@ -119,8 +116,7 @@ class ShardedModel:
             self.sharded.release(unit)
 
     def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
-        """Add a unit's gradient sums over ranks to `.grad` of its parameters, and remove them from
-        `totals`."""
+        """Add a unit's gradient sums over ranks to `.grad`, and remove them from `totals`."""
         if self.tensor is not None:
             self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
         self.sharded.reduce(unit, totals)
@@ -138,8 +134,8 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """Add the sums of unsliced parameters over tensor-parallel ranks, each of which has only
-        its tokens' or heads' part."""
+        """Add up the sums of unsliced parameters over tensor-parallel ranks, since each rank has
+        only the part of its tokens or heads."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -171,8 +167,7 @@ def inside(model: nn.Module) -> Look:
 
 
 def described(now: Look, stages: CausalLMStages | None = None) -> Described:
-    """Return a description of the model that ranks compare: modules, attributes, hooks,
-    configurations."""
+    """Return a description of the model for ranks to compare, with its attributes and hooks."""
     left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
 
     def words() -> dict[str, str]:
@@ -386,8 +381,7 @@ def _fill(
 def _drop_other_stages(
     stages: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
-    """Move the layers of other pipeline stages to the meta device; return the indexes of this
-    stage's."""
+    """Move other pipeline stages' layers to the meta device; return this stage's indices."""
     pipeline_stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(stages.layers), pipeline_stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))

@@ -104,8 +104,8 @@ class PreparedModel:
         return any(p.requires_grad for p in self.stages.model.parameters())
 
     def marks(self, head: object, own: list[nn.Parameter]) -> object:
-        """Return a value that changes whenever weights, those of a head (`own`) or the set of
-        trained parameters change."""
+        """Return a value that differs after any change to weights, to a head's weights (`own`), or
+        to the set of trained parameters."""
         found = [*self.stages.model.parameters()]
         if self.sharded is not None:
             found = [*self.sharded.sharded.parameters().values()]
@@ -263,8 +263,8 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """Set up ranks that each keep whole weights, unless the model is sharded. All ranks call
-        it."""
+        """Make ranks keep whole weights each, with gradients summed over ranks, unless the model is
+        sharded already. All ranks call it."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
@@ -323,8 +323,7 @@ class Preparations:
         self._kept.append(self.now)
 
     def _refuse_edits(self, sharded: ShardedModel, seen: Look) -> None:
-        """Raise UnsupportedError if a sharded model was edited; its layers cannot be probed
-        again."""
+        """Raise UnsupportedError if a sharded model was edited, which cannot be probed again."""
         sharded.sharded.refuse_replaced(self.now.stages.model)
         edit = first_edit(self.now.look, seen, _WHILE_SHARDED) if seen != self.now.look else None
         if edit is not None:

@@ -257,8 +257,7 @@ def _set_sums(parameters: Sequence[nn.Parameter], *, exist: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Runs of one cell at several lengths, through which lines are drawn. `attended` is the bytes
-    of O and LSE per token."""
+    """Runs of one cell at several lengths; `attended` is the bytes of O and LSE per token."""
 
     lengths: Lengths
     runs: Sequence[_Run]
@@ -351,8 +350,7 @@ def _first_layers(
 
 
 def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
-    """Return the profiles of a model as it is, adapters included, measured on a copy without
-    weights."""
+    """Return the profiles of a model with its adapters, measured on a copy without weights."""
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(x): _without_elements(x) for x in tensors}
     memo |= plain_linears(model, partial(_without_packed, model.dtype))
@@ -467,8 +465,7 @@ def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
 
 
 def _is_skippable(measured: _Subject, layer: int) -> bool:
-    """Return whether the MLP's output is only added to the layer's output, without a norm in
-    between."""
+    """Return whether the MLP's output is only added to the layer's, without a norm."""
     children = measured.stages.layers[layer].children()
     norms = [c for c in children if {p.ndim for p in c.parameters()} == {1}]
     return len(norms) <= 2
@@ -554,8 +551,7 @@ class _Outside:
         piece: int = 1,
         fresh: Sequence[nn.Parameter] = (),
     ) -> CellPass:
-        """Run one instruction and measure it; `fresh` are parameters whose gradient sums it
-        begins."""
+        """Run and measure one instruction; `fresh` are parameters whose sums it begins."""
         measured = self.measured
         _set_sums(self.parameters, exist=True)
         _set_sums(fresh, exist=False)

@@ -56,8 +56,7 @@ class Meter(Recorder):
         self.attending = False
 
     def hear(self, launch: Launch) -> None:
-        """Count a launch of farspan's own kernel, which reads or writes each of its tensors
-        once."""
+        """Count the traffic of a launch of farspan's kernels: each tensor once."""
         if not self.attending:
             self.counts.traffic += sum(_bytes(x) for x in _tensors(launch.arguments.values()))
 
@@ -127,8 +126,7 @@ class GroupedProducts(UncompiledMode):
 
 
 def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
-    """Return `GroupedProducts` if the model has experts, else no mode, which saves a quarter of the
-    time."""
+    """Return `GroupedProducts` if the model has experts, else a context that costs nothing."""
     return GroupedProducts() if any(p.ndim > 2 for p in model.parameters()) else nullcontext()
 
 
@@ -285,8 +283,8 @@ Lengths = Sequence[tuple[int, ...]]
 
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
-    """Return the line through sizes at two lengths, or at three pairs of lengths (chunk, piece)
-    that change one at a time."""
+    """Return the line through sizes at two lengths; or a plane through sizes at three pairs (chunk,
+    piece), of which one changes at a time."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]
@@ -296,14 +294,14 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
     return constant, *slopes
 
 
-def peak_of(lengths: Lengths, found: Sequence[list[int]]) -> Peak:
-    """Return one line per allocation if all lengths have equally many allocations, else one line
-    through the peaks. Lines that fall as pieces grow belong to a remainder and are left out: whole
-    pieces hold more."""
-    if len({len(moments) for moments in found}) == 1:
-        lines = (line_of(lengths, sizes) for sizes in zip(*found, strict=True))
+def peak_of(lengths: Lengths, passes: Sequence[list[int]]) -> Peak:
+    """Return one line per allocation if all lengths have equally many, else one line through the
+    peaks. Lines that fall as pieces grow are of remainders, and left out: whole pieces hold
+    more."""
+    if len({len(moments) for moments in passes}) == 1:
+        lines = (line_of(lengths, sizes) for sizes in zip(*passes, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)
-    return (line_of(lengths, [max(moments, default=0) for moments in found]),)
+    return (line_of(lengths, [max(moments, default=0) for moments in passes]),)
 
 
 def less_of(line: Line, a_token: float) -> Line:

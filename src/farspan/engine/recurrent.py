@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from farspan.engine.attention_op import AttentionContext
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffers
 from farspan.engine.gradients import GraphInput, RunChunk, enter
-from farspan.hf.dropout import Draws, Place
+from farspan.hf.dropout import Draws, TokenRange
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.program.program import AttentionMode, Backward, Forward, Program
@@ -61,8 +61,7 @@ class RecurrentCell:
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Return whether the chunk has several documents, so that the cell's saved bytes are not
-        known in advance."""
+        """Return whether documents cut the chunk, so its saved bytes are not known in advance."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class RecurrentCell:
         tokens = piece.stop - piece.start
         if self.draws is not None:
             several = tokens + takes_two(tokens, states.before)
-            self.draws.at(Place(piece.start, several, piece.rows.start))
+            self.draws.at(TokenRange(piece.start, several, piece.rows.start))
         x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
         call = self.call(piece, tokens + takes_two(tokens, states.before))
         if not self.spec.state:
@@ -168,8 +167,8 @@ class Recurrent:
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the graph edges of the state that the cell left, and the state's gradients from
-        the next chunk."""
+        """Return the edges of the state that the cell left, and its gradients from the next
+        chunk."""
         if self._is_last(i.chunk) or not cell.spec.state:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
@@ -229,8 +228,7 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the model's arguments to a layer for one piece; `tokens` may be one more than the
-        piece has."""
+        """Return the arguments of a layer for one piece, of `tokens` or one token less."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens

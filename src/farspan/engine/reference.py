@@ -35,8 +35,7 @@ def reference_loss(
     *,
     attend: Attention = reference,
 ) -> Tensor:
-    """Return the mean loss over trained tokens by plain autograd over the whole sequence. Arguments
-    as for `reference_logits`."""
+    """Return the mean loss by plain autograd over the whole sequence; see `reference_logits`."""
     targets = shift_labels(labels, document_ids)
     logits = reference_logits(model, input_ids, document_ids, attend=attend)
     total = functional.cross_entropy(

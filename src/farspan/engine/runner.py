@@ -63,8 +63,7 @@ class PreparedProgram:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a step. Later chunks see more keys, so the time left follows `work`, not
-    `cells`."""
+    """Progress of a step. Later chunks see more keys, so `work` tells the time left."""
 
     cells_done: int
     cells: int
@@ -118,8 +117,8 @@ class Runner:
 
     @property
     def seen(self) -> Seen | None:
-        """Attention coverage of the latest watched cell, or None if nothing was hidden. The CPU
-        waits for it."""
+        """Attention coverage of the latest watched cell, or None if no key was hidden. The CPU
+        waits for the result."""
         return None if self._seen is None else self._seen()
 
     def follow(self, model: PreparedModel) -> None:
@@ -131,7 +130,7 @@ class Runner:
     def program(
         self, model: PreparedModel, batch: int, tokens: int, *, evaluation: bool, is_cut: bool
     ) -> PreparedProgram:
-        """Return the program of a step of this shape, built once. With `is_cut` the forward and the
+        """Return the program of a step of this shape, built once. With `is_cut`, forward and
         backward run separately."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
@@ -162,8 +161,7 @@ class Runner:
     def run(
         self, model: PreparedModel, prepared: PreparedProgram, inputs: StepInputs, count: int
     ) -> Tensor:
-        """Run a whole program and return the mean loss. `count` is the number that the sum is
-        divided by."""
+        """Run a whole program and return the mean loss, the sum divided by `count`."""
         gradients, program = accumulator(model), prepared.program
         with self.issuing(model, program, gradients, inputs.draws):
             tokens = program.schedule.loss_chunk_size
@@ -187,7 +185,7 @@ class Runner:
         resumes: bool = False,
     ) -> Iterator[None]:
         """Run the body with memory, weights and lanes ready for a program. A program that `resumes`
-        finds its memory unchanged."""
+        after its forward finds its memory unchanged."""
         if self._running:
             raise RuntimeError("step: this Step is already running; use another Step")
         weights, sharded, arenas = model.weights, model.sharded, self.memory.arenas
@@ -249,8 +247,7 @@ class Runner:
         )
 
     def _reserve(self, model: PreparedModel, program: Program) -> None:
-        """Reserve the program's arenas. Raises UnsupportedError on all ranks if main memory is too
-        small for one."""
+        """Reserve the arenas. Raises UnsupportedError on all ranks if one has too little memory."""
         arenas, sizes = self.memory.arenas, program.arena_bytes
         grows = {tier: sizes[tier] - arena.nbytes for tier, arena in arenas.items()}
         on_cpu = self.memory.device.type == "cpu"

@@ -179,8 +179,8 @@ class Step:
     def prepared(
         self, batch: int, tokens: int, *, evaluation: bool = False, is_cut: bool = False
     ) -> PreparedProgram:
-        """Return the program of a step of this shape with its cached results. With `is_cut` the
-        backward runs separately."""
+        """Return the program of a step of this shape with its cached results. With `is_cut`,
+        forward and backward run separately."""
         return self._calls.prepared(None, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
     def __call__(

@@ -74,7 +74,7 @@ class _Streamed:
     norm: Tensor | None = None  # L2 norm of `home`, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
-        """Return views of the parameter's tensors in an arena; its unit's weights begin at byte
+        """Return views of the parameter's tensors in an arena, for a unit that begins at
         `start`."""
         parts = zip(self.offsets, parts_of(self.own), strict=True)
         return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
@@ -109,17 +109,15 @@ class _StreamedUnit:
         self.size, self.sum_size = (-(-n // _LOAD) * _LOAD for n in (self.size, self.sum_size))
 
     def settle(self) -> None:
-        """Wait until a running optimizer update has finished this unit. Raises the update's
-        error."""
+        """Wait until a running update has finished this unit. Raises the update's error."""
         updated, self.updated = self.updated, None
         if updated is not None:
             updated.result()
 
 
 class StreamedWeights:
-    """Weights of a model in main memory, copied to the device layer by layer. Unit l is layer l;
-    the last unit is everything outside the layers. The first step with gradients allocates memory
-    for them."""
+    """Weights of a model in main memory, copied to the device layer by layer. Unit l is layer l,
+    the last unit everything outside. The first step with gradients allocates memory for them."""
 
     def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Move the model to main memory, in place; steps compute on the device of `stages`. Raises
@@ -260,8 +258,7 @@ class StreamedWeights:
         }
 
     def await_update(self, updated: "Sequence[Future[None]]") -> None:
-        """Make each unit wait for its update before a step reads it; `updated` is in the order of
-        `trained`."""
+        """Make each unit wait for its update before a step reads it, in the order of `trained`."""
         units = [*self._units[-1:], *self._units[:-1]]
         for one, done in zip(units, updated, strict=True):
             one.updated = done
@@ -418,8 +415,7 @@ class StreamedWeights:
         return self._received
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
-        """Return the device copies of trained parameters outside the layers, which modules have
-        during a step."""
+        """Return the trained parameters outside the layers as modules have them in a step."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:
@@ -442,22 +438,22 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], st
 
 
 def computing_device(
-    here: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
+    current: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
 ) -> torch.device:
-    """Return the device on which a step computes, with its index: the model's (`here`), or another
-    one if weights come from main memory. Raises UnsupportedError."""
-    found = here if wanted is None else torch.empty(0, device=wanted).device
-    if found != here and ranks is not None:
+    """Return the device on which a step computes, with its index: `wanted`, if weights come from
+    main memory, else the model's `current` one. Raises UnsupportedError."""
+    device = current if wanted is None else torch.empty(0, device=wanted).device
+    if device != current and ranks is not None:
         raise UnsupportedError(
-            f"device: the ranks compute on {here}, not on {found}; make their ParallelContext with "
-            "that device"
+            f"device: the ranks compute on {current}, not on {device}; make their ParallelContext "
+            "with that device"
         )
-    if found != here and not on_host:
+    if device != current and not on_host:
         raise UnsupportedError(
-            f"device: the model is on {here}, not on {found}; move it there (model.to), or set "
+            f"device: the model is on {current}, not on {device}; move it there (model.to), or set "
             "schedule.weights to host"
         )
-    return found
+    return device
 
 
 def _addresses(weight: nn.Parameter) -> list[int]:
@@ -469,8 +465,7 @@ _LOAD = 16  # bytes, the widest load of a kernel
 
 
 def _divides(size: int) -> int:
-    """Return a sort key: the larger the power of two that divides the size, up to 4 KiB, the
-    smaller the key."""
+    """Return a sort key that is smaller for multiples of larger powers of two, up to 4 KiB."""
     return -(size & -size & 4095 or 4096)
 
 

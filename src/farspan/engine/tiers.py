@@ -14,7 +14,7 @@ instructions; `farspan.engine.buffers` has those of blocks that a cell streams.
 
 Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for earlier
 computation, and when it ends, computing waits for both. So whatever runs on the computing stream
-after a step (the optimizer, the next step, an allocator that reuses a released slab) comes after
+after a step (the optimizer, the next step, an allocator that reuses a released block) comes after
 every copy, and only the CPU has to call `wait` before it touches an arena.
 
 Without overlap all three lanes are the computing stream.
@@ -62,7 +62,7 @@ class Arena:
     """Memory of one tier, in which one program's buffers lie. Invariant: its memory never moves
     while views are alive; `reserve` and `release` may only be called between steps.
 
-    Invariant: the slab never moves while views of it are alive; `reserve` and `release` may only
+    Invariant: the block never moves while views of it are alive; `reserve` and `release` may only
     be called between steps.
     """
 
@@ -70,13 +70,13 @@ class Arena:
         self.tier = tier
         self._cuda = device if tier is Tier.HOST and device.type == "cuda" else None  # the device
         self._device = torch.device("cpu") if tier is Tier.HOST else device
-        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._mapped: Tensor | None = None  # the slab as a tensor of the device
+        self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._mapped: Tensor | None = None  # its memory as a tensor of the device
         self._unlock: weakref.finalize[..., Arena] | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._slab.numel()
+        return self._block.numel()
 
     @property
     def is_pageable(self) -> bool:
@@ -90,25 +90,25 @@ class Arena:
         if size > self.nbytes:
             self.release()  # free first: both would not fit
             if self._cuda is None:
-                self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self._block = torch.empty(size, dtype=torch.uint8, device=self._device)
                 return
-            slab, unlock = _locked(size, self._cuda)
+            block, unlock = _locked(size, self._cuda)
             if unlock is not None:
-                # A dropped arena is unlocked like a released one: `slab` lives until then.
+                # A dropped arena is unlocked like a released one: `block` lives until then.
                 self._unlock = weakref.finalize(self, unlock)
                 self._unlock.atexit = False
-            self._slab = slab[:size]
+            self._block = block[:size]
 
     def release(self) -> None:
         self._mapped = None
-        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
 
     def poison(self) -> None:
         """Fill the memory with NaN, to show that a step does not read an earlier step's content."""
-        self._slab.fill_(POISON)
+        self._block.fill_(POISON)
 
     def view(
         self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool = False
@@ -116,7 +116,7 @@ class Arena:
         """Return a contiguous tensor at `address` bytes.
 
         Each view has its own version counter: autograd may save a view, and a write to another
-        buffer of the same slab must not make it look modified.
+        buffer of the same block must not make it look modified.
 
         Args:
             mapped: Return a host arena's memory as a tensor of the device, whose kernels read and
@@ -129,28 +129,27 @@ class Arena:
             strides.append(step)
             step *= extent
         assert 0 <= address <= self.nbytes - step * size, "view outside the arena"
-        slab = self._as_device() if mapped else self._slab
-        view = torch.empty(0, dtype=dtype, device=slab.device)
-        first = (int(slab.storage_offset()) + address) // size
-        return view.set_(slab.untyped_storage(), first, shape, tuple(reversed(strides)))
+        block = self._as_device() if mapped else self._block
+        view = torch.empty(0, dtype=dtype, device=block.device)
+        first = (int(block.storage_offset()) + address) // size
+        return view.set_(block.untyped_storage(), first, shape, tuple(reversed(strides)))
 
     def _as_device(self) -> Tensor:
         if self._cuda is None or self.is_pageable:
-            return self._slab
+            return self._block
         if self._mapped is None:
-            self._mapped = torch.as_tensor(_Locked(self._slab), device=self._cuda)
+            self._mapped = torch.as_tensor(_Locked(self._block), device=self._cuda)
         return self._mapped
 
 
 class _Locked:
-    """Wrapper of locked pages as a CUDA array: addresses are unified, so a device accesses them in
-    place."""
+    """Wrapper of locked pages as a CUDA array, which a device accesses in place."""
 
-    def __init__(self, slab: Tensor) -> None:
-        self.slab = slab
+    def __init__(self, block: Tensor) -> None:
+        self.block = block
         self.__cuda_array_interface__ = {
-            "data": (slab.data_ptr(), False),
-            "shape": (slab.numel(),),
+            "data": (block.data_ptr(), False),
+            "shape": (block.numel(),),
             "typestr": "|u1",
             "version": 3,
         }
@@ -162,25 +161,25 @@ Unlock = Callable[[], None]
 def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
     """Return main memory of `size` bytes and its unlock function, or None if it is not locked.
     Raises MemoryError."""
-    slab = pages(size)
-    _touch(slab)
+    block = pages(size)
+    _touch(block)
     try:
-        _pin(slab, device)
+        _pin(block, device)
     except RuntimeError as error:
         refused = str(error).strip().splitlines()[0]
     else:
-        return slab, lambda: _unpin(slab, device)
+        return block, lambda: _unpin(block, device)
     # Some systems lock only memory that the driver itself allocates. torch rounds up to a power of
     # two, which may fit next to these pages or only after they are freed.
-    if 1 << (size - 1).bit_length() <= available_host_bytes() + slab.numel():
-        del slab
+    if 1 << (size - 1).bit_length() <= available_host_bytes() + block.numel():
+        del block
         try:
             return allocate_pinned(size), _give_back_pinned
         except RuntimeError:
-            slab = pages(size)
-            _touch(slab)
+            block = pages(size)
+            _touch(block)
     warnings.warn(PAGEABLE.format(refused), stacklevel=2)
-    return slab, None
+    return block, None
 
 
 def allocate_pinned(size: int) -> Tensor:
@@ -196,7 +195,7 @@ def _give_back_pinned() -> None:
 
 
 def pages(size: int) -> Tensor:
-    """Allocate whole pages of main memory for `size` bytes. Locking works on pages, and two slabs
+    """Allocate whole pages of main memory for `size` bytes. Locking works on pages, and two blocks
     that share one cannot both be locked. The storage begins with the first page, since torch looks
     there for whether a tensor is locked. Raises MemoryError."""
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -209,21 +208,21 @@ def pages(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _touch(slab: Tensor) -> None:
+def _touch(block: Tensor) -> None:
     """Touch all pages, so that they exist before they are locked. Locking unwritten memory takes
     page after page of 4 KiB on one thread; here all of torch's threads touch them, 2 MiB at a time
     where the kernel grants that: 2.3 GB/s instead of 0.5 on two cores."""
     with suppress(AttributeError, OSError, TypeError):  # a system without it
         advise = ctypes.CDLL(None).madvise
-        advise(*map(ctypes.c_size_t, (slab.data_ptr(), slab.numel())), mmap.MADV_HUGEPAGE)
-    slab.fill_(0)
+        advise(*map(ctypes.c_size_t, (block.data_ptr(), block.numel())), mmap.MADV_HUGEPAGE)
+    block.fill_(0)
 
 
-def _pin(slab: Tensor, device: torch.device) -> None:
-    """Lock pages for copies. torch's own pinned allocator would round the slab up to a power of two
+def _pin(block: Tensor, device: torch.device) -> None:
+    """Lock pages for copies. torch's own pinned allocator would round the size up to a power of 2
     and cache it when freed: 70 GB would take 128."""
     with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+        status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
     if int(status) != 0:
         # CUDA reports the error again at the next call, so this kernel takes it.
         with suppress(RuntimeError):
@@ -231,10 +230,10 @@ def _pin(slab: Tensor, device: torch.device) -> None:
     torch.cuda.check_error(status)
 
 
-def _unpin(slab: Tensor, device: torch.device) -> None:
+def _unpin(block: Tensor, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # copies may still be running
     with torch.cuda.device(device):
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.data_ptr()))
 
 
 # Programs and bytes per tile of kernels on rows of host memory: 512 KiB in flight keep a link of
@@ -286,8 +285,7 @@ class CopyEngine:
     # -- rows of host memory that the device reads and writes in place ---------------------------
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Copy rows of a mapped host tensor (`Arena.view`) to the device; `rows` are n indices, the
-        result is [n, D], contiguous."""
+        """Copy n rows of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
         with self.on(Lane.FETCH):
             wide, source = _wide(target, source)
             if source.device != wide.device:
@@ -317,7 +315,7 @@ class CopyEngine:
 
     def read(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start copying a small tensor to the CPU. Returns a function that waits for the copy and
-        returns the result."""
+        returns the tensor."""
         if tensor.device.type == "cpu":
             return lambda: tensor
         try:
@@ -355,8 +353,8 @@ class CopyEngine:
     # -- order -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Let the lanes' streams follow the caller's stream. See Note: [Lanes fork and join at a
-        step's ends]."""
+        """Fork the lanes' streams from the caller's. See Note: [Lanes fork and join at a step's
+        ends]."""
         computed = self.record(Lane.COMPUTE)
         for lane in self._streams:
             self.wait(lane, computed)
@@ -404,16 +402,15 @@ def _divides(whole: int, rows: Tensor) -> bool:
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
-def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
-    """Launch the kernel `take_rows` or `add_rows` on contiguous tensors; `rows` are indices into
-    the longer tensor."""
-    width = one.shape[1]
+def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> None:
+    """Launch kernel `take_rows` or `add_rows`; `rows` are indices into the longer tensor."""
+    width = target.shape[1]
     padded = 1 << (width - 1).bit_length()
-    tile = max(1, TILE_BYTES // (padded * one.element_size()))
+    tile = max(1, TILE_BYTES // (padded * target.element_size()))
     programs = min(PROGRAMS, -(-len(rows) // tile))
     if programs:
-        with torch.cuda.device_of(one):
-            kernel[(programs,)](one, other, rows, len(rows), width, padded, tile, num_warps=8)
+        with torch.cuda.device_of(target):
+            kernel[(programs,)](target, source, rows, len(rows), width, padded, tile, num_warps=8)
 
 
 class StreamOrder:
@@ -438,8 +435,7 @@ class StreamOrder:
                     del self.events[wait]
 
     def after(self, index: int) -> None:
-        """Record an event for instruction `index`, which was just issued, if any later one waits
-        for it."""
+        """Record an event for instruction `index`, just issued, if a later one waits for it."""
         for lane in self.orders[index]:
             wait = Wait(lane, index)
             if self.to_come[wait]:
@@ -457,9 +453,8 @@ def reserve_together(
     advice: str,
 ) -> None:
     """Reserve memory of each tier on all ranks, or raise the same error on all. A machine may
-    refuse one rank memory that forecasts allow, such as pages to lock: then all ranks raise
-    TooLarge or DeviceTooSmall before they have computed anything. A single rank raises the original
-    error."""
+    refuse one rank memory that forecasts allow, such as pages to lock: then all raise TooLarge or
+    DeviceTooSmall before they have computed anything. A single rank raises the original error."""
     alone = ranks is None or ranks.layout.devices() == 1
     tiers, refused, size, cause = list(Tier), -1, 0, None
     for number, tier in enumerate(tiers):

@@ -210,8 +210,7 @@ class Recorder(UncompiledMode):
         return out
 
     def _accumulates(self, args: Sequence[Any]) -> bool:
-        """Return whether the operation is autograd's addition of two gradients, which would be in
-        place. See the Note."""
+        """Return whether this is autograd's addition of gradients, in place (see the Note)."""
         return (
             not torch.is_grad_enabled()
             and in_backward()
@@ -251,8 +250,7 @@ class Recorder(UncompiledMode):
             self.events.append(FreeEvent(death.tensor))
 
     def _borrow(self, func: Any, args: Sequence[Any]) -> None:
-        """Record the memory that a kernel allocates internally, and the permanent workspace of a
-        thread's first product."""
+        """Record memory that a kernel allocates internally, and a thread's permanent workspace."""
         thread = in_backward()  # autograd runs on its own thread, with its own handles
         workspace = self._temporaries.workspace(func)
         if workspace and thread not in self._handles:
@@ -300,8 +298,7 @@ def _returns_new(func: Any) -> bool:
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append to the key all that the result depends on; return False if that includes a tensor's
-    values."""
+    """Append all that the result depends on to the key; return False if a tensor has values."""
     for value in values:
         if isinstance(value, Tensor):
             if not value.is_meta:
@@ -332,8 +329,7 @@ def _is_of(key: int, args: Sequence[Any]) -> bool:
 
 
 def _is_sole_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor alone refers to its storage, and its elements fill one range
-    without gaps."""
+    """Return whether the tensor alone refers to its storage, and has no gaps."""
     key = tensor.untyped_storage()._cdata
     # One reference is the tensor's, the other the storage wrapper's.
     sole = torch._C._storage_Use_Count(key) == 2
@@ -371,8 +367,7 @@ EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with
 
 
 def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """Return the configuration with only its first `layers` layers; None keeps all. Raises
-    UnsupportedError."""
+    """Return the configuration with only its first layers; None: all. Raises UnsupportedError."""
     if layers is None:
         return config
     name = next((name for name in LAYERS if name in config), LAYERS[0])
@@ -492,8 +487,7 @@ def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
 
 @contextmanager
 def refuse_value_dependence() -> Iterator[None]:
-    """Raise UnsupportedError if the body needs values of tensors, which meta tensors do not
-    have."""
+    """Raise UnsupportedError if the body needs values, which meta tensors do not have."""
     try:
         yield
     except (NotImplementedError, RuntimeError, ValueError) as error:

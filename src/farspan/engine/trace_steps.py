@@ -100,8 +100,7 @@ def run_training(
     batch: int,
     attention: Attention,
 ) -> None:
-    """Run one training step for each of `contexts`, on any device; `attention` replaces the model's
-    attention."""
+    """Run a training step for each of `contexts`; `attention` replaces the model's."""
     device = CausalLMStages(model).device
     with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
         for step, tokens in enumerate(contexts):
@@ -136,8 +135,7 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
-    """Mark where the forward and the backward of each layer, the head, and the embedding's backward
-    begin."""
+    """Mark the beginnings of each layer's forward and backward, the head and the embedding."""
     layers = CausalLMStages(model).layers
     last = len(layers) - 1
 
@@ -395,8 +393,7 @@ class TraceRequest:
 
 
 def own_strategy(name: str) -> str | None:
-    """Return the name of farspan's strategy, or None for plain training. Raises
-    UnsupportedError."""
+    """Return farspan's strategy, or None for plain training. Raises UnsupportedError."""
     if name in tuple(Checkpointing):
         return None
     own = name.removeprefix(OWN)

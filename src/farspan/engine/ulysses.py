@@ -33,8 +33,7 @@ class Ulysses:
     parts: Counts
 
     def to_heads(self, tensors: Sequence[Tensor]) -> Coming:
-        """Start exchanging tensors [B, H, own tokens, D] for [B, H / P, all tokens, D] with P
-        peers; all have one dtype."""
+        """Start exchanging tensors [B, H, own tokens, D] for [B, H / P, all tokens, D]."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.unflatten(1, (ranks, x.shape[1] // ranks))
@@ -55,8 +54,7 @@ class Ulysses:
         return arrived
 
     def to_tokens(self, tensors: Sequence[Tensor]) -> Coming:
-        """Start exchanging tensors [B, H / P, all tokens, D] for [B, H, own tokens, D] with P
-        peers; all have one dtype."""
+        """Start exchanging tensors [B, H / P, all tokens, D] for [B, H, own tokens, D]."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
@@ -94,24 +92,23 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Start exchanging tokens for heads; each tensor comes with a range of every rank's heads,
-        or None for all."""
+        """Start exchanging tensors for this rank's heads. Each tensor comes with the range of every
+        rank's heads to exchange, or None for all."""
         tensors = [self._some(x, heads) for x, heads in parts]
         if self.padding:
             tensors = [x[:, :, :0] for x in tensors]
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def begin_tokens(self, *tensors: Tensor) -> Coming:
-        """Start exchanging heads back for tokens; all tensors have the same range of every rank's
-        heads."""
+        """Start exchanging tensors back for this rank's tokens, all with the same range of every
+        rank's heads."""
         if self.ulysses is None:
             return lambda: [self._filled(x) for x in tensors]
         coming = self.ulysses.to_tokens(tensors)
         return lambda: [self._filled(x) for x in coming()]
 
     def of_all_ranks(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join pieces, each with some heads of every rank, to one tensor with all heads in
-        order."""
+        """Join pieces, each with some heads of every rank, to one tensor with all heads."""
         ranks = 1 if self.ulysses is None else self.ulysses.peers.size
         apart = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in pieces]
         return torch.cat(apart, 2).flatten(1, 2)
@@ -189,8 +186,7 @@ class OverlappedUlysses:
         finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq, dk, dv of all heads for this rank's tokens, and dsinks of this rank's heads.
-        `finish` completes the dk, dv of some K, V heads, which are sent after every piece has added
-        to them."""
+        `finish` completes dk, dv of some K, V heads before they are sent."""
         coming = [self._to_heads(piece, dout) for piece in self.pieces]
         leaving: list[Coming] = []
         sums = dout, dout  # placeholders: the first piece sets them

@@ -51,8 +51,7 @@ def ask(
     document_ids: Tensor | None,
     targets: Tensor | None = None,
 ) -> AskedValues:
-    """Return the checked request for values, and add it to the ranks' comparison. Raises
-    UnsupportedError."""
+    """Return the checked request for values, compared between ranks. Raises UnsupportedError."""
     own: list[nn.Parameter] = []
     if isinstance(function, nn.Module):
         refuse_dropout_of_head(function)
@@ -219,8 +218,7 @@ class OpenForward:
 
 
 class _Values(torch.autograd.Function):
-    """Autograd function that returns the values of a forward, [B, T, k], and whose backward runs
-    the step's."""
+    """Autograd function for values [B, T, k], whose backward runs that of the program."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, values: Tensor, of: OpenForward) -> Tensor:

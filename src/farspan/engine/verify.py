@@ -100,8 +100,7 @@ class Judged:
     most: float = float("inf")  # limit of `ratio`
 
     def passed(self, loss: float) -> bool:
-        """Return whether all errors, and `loss`, the relative error of the loss, are within their
-        limits."""
+        """Return whether all errors and that of the loss, `loss`, are within their limits."""
         within = all(e.error <= e.limit for e in self.errors) and loss <= self.loss
         return within and (self.ratio is None or self.ratio <= self.most)
 
@@ -144,7 +143,7 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return by name the factor by which a step's error may exceed plain autograd's, for `runs`
+    """Return the factors by which a step's errors may exceed plain autograd's, by name, for `runs`
     runs of each."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
@@ -171,8 +170,7 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
 def _least_off(
     plain: list[Errors], steps: list[Errors], name: str, names: list[str], factor: float
 ) -> GradientError:
-    """Return the error of the run with the least ratio to plain autograd's; infinite only if all
-    are."""
+    """Return the error of the run with the least ratio to plain autograd's; infinite if all are."""
     ratio, own = min(
         (median(_ratio(step[n], run[n]) for n in names), median(run[n] for n in names))
         for step, run in zip(steps, plain, strict=True)
@@ -199,8 +197,8 @@ def root_mean_square(errors: list[float]) -> float:
     return sqrt(fmean(error**2 for error in errors))
 
 
-def _ratio(found: float, own: float) -> float:
-    return (found + FLOOR) / (own + FLOOR)
+def _ratio(step: float, plain: float) -> float:
+    return (step + FLOOR) / (plain + FLOOR)
 
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
@@ -434,8 +432,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
 
 
 class _Side:
-    """Errors of the runs of one side, the step or plain autograd, and the outcome of its first
-    run."""
+    """Errors of one side's runs, the step's or plain autograd's, and its first outcome."""
 
     def __init__(self, exact: Outcome) -> None:
         self.exact = exact
@@ -504,9 +501,8 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """Return the relative difference between the loss with the model's own attention and the
-    reference's. None for packed documents, which not every attention separates, and below
-    float32."""
+    """Return the relative difference of the loss by the model's own attention to the reference's.
+    None for packed documents, which not every attention separates, and below float32."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
         return None

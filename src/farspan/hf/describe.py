@@ -37,7 +37,7 @@ BATCHES = 1, 2  # sequences of measured scans
 @torch.no_grad()
 def describe(stages: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
     """Describe a model as a ModelSpec. Raises UnsupportedError if it cannot run exactly in chunks.
-    `device` is the device of its cells, if not that of its weights: autograd saves other tensors
+    `device` is where its cells run, if weights lie elsewhere: autograd saves other tensors
     there."""
     return _described(stages, probe_layers, device)
 
@@ -91,7 +91,7 @@ def _described(
 
 
 def _place(model: nn.Module, error: Exception) -> str:
-    """Return the place of the error in the family's own code, or ""."""
+    """Return words for the place of an error in the model family's code, or ""."""
     own = getattr(sys.modules[type(model).__module__], "__file__", None)
     frames = traceback.walk_tb(error.__traceback__)
     inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]
@@ -101,7 +101,7 @@ def _place(model: nn.Module, error: Exception) -> str:
 def _with_activations(
     stages: CausalLMStages, layers: list[LayerSpec], device: torch.device
 ) -> list[LayerSpec]:
-    """Add the bytes that autograd saves in a cell, linear in its tokens, from two sizes."""
+    """Return the layers with the bytes that autograd saves in a cell, measured at two lengths."""
     measured: dict[tuple[Any, ...], LayerSpec] = {}
     result = []
     for index, kind in enumerate(zip(stages.kinds(), layers, strict=True)):
@@ -113,7 +113,7 @@ def _with_activations(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A layer, and the device on which its cells will run."""
+    """A layer to measure, and the device on which its cells will run."""
 
     stages: CausalLMStages
     index: int
@@ -122,8 +122,8 @@ class _Measured:
 
 
 def _with_line(layer: _Measured) -> LayerSpec:
-    """Measure a layer's saved bytes; scans copy transposed tensors if there are several sequences,
-    so they are measured with both."""
+    """Return a layer with its saved bytes. Scans are measured with one and with several sequences,
+    since they copy transposed tensors if there are several."""
     batches = BATCHES if layer.spec.state else (1,)
     found = [_line(layer, batch) for batch in batches]
     return replace(
@@ -135,7 +135,8 @@ def _with_line(layer: _Measured) -> LayerSpec:
 
 
 def _line(layer: _Measured, batch: int) -> tuple[int, int, bool]:
-    """Return bytes per token, constant bytes per sequence, and whether the input is saved."""
+    """Return the bytes that a layer saves per token, the constant bytes per sequence, and whether
+    it saves its input."""
     low, high = SCANNED if layer.spec.state else SIZES
     few, many = (_saved(layer, batch, tokens) for tokens in (low, high))
     slope = -(-(many.bytes - few.bytes) // (batch * (high - low)))
@@ -195,7 +196,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
 
 
 class _Shape(torch.autograd.Function):
-    """Replaces attention where only saved tensors matter: it saves q; O is stored elsewhere."""
+    """Stand-in for attention that saves only q, as a cell does, whose O has its own buffer."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -216,7 +217,7 @@ PROJECTIONS = 3  # q, k and v, if unknown
 
 
 def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
-    """Return the description of a model with the work of each layer."""
+    """Return a model's description with the work of each layer."""
     config = stages.model.config.get_text_config()
     active = getattr(config, "num_experts_per_tok", None) or 1
     pairs = zip(stages.layers, spec.layers, strict=True)
@@ -229,8 +230,8 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
 
 def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
     """Estimate a layer's work from its weights and saved bytes. Every matrix is multiplied once per
-    token; of stacked experts, `active` are. Convolutions of a few tokens are left out. Saved
-    tensors are written once and read once, a lower bound of elementwise traffic."""
+    token; of stacked experts, `active` are. Convolutions over a few tokens are left out. Saved
+    tensors are written and read once, a lower bound of element-wise traffic."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
@@ -270,10 +271,9 @@ def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> Mod
 
 @torch.no_grad()
 def describe_shapes(model: PreTrainedModel) -> ModelSpec:
-    """Describe a model whose parameters are on the meta device, with its layers' work. Its
+    """Describe a model with parameters on the meta device, and the work of its layers. Its
     parameters are replaced by stand-ins, in place. Exactness in chunks depends on the weights'
-    values and is not checked. Raises UnsupportedError for a model that is refused whatever its
-    weights."""
+    values and is not checked. Raises UnsupportedError if no weights could make the model exact."""
     refuse_dropout(model)
     _stand_in(model)
     stages = CausalLMStages(model)
@@ -282,15 +282,14 @@ def describe_shapes(model: PreTrainedModel) -> ModelSpec:
 
 @torch.no_grad()
 def attention_of(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
-    """Return the attention of each layer of a model on the meta device, from one token run through
-    a layer of each kind."""
+    """Return the attention of each layer of a model on the meta device, found with one token."""
     _stand_in(model)
     return tuple(ask_layers(CausalLMStages(model)))
 
 
 def _stand_in(model: PreTrainedModel) -> None:
-    """Replace every parameter by zeros. All of one dtype share memory of the size of a layer's
-    largest matrix; embeddings and the head, which no layer reads, are one element."""
+    """Replace every parameter by zeros. Parameters of one dtype share memory of the size of a
+    layer's largest matrix; embeddings and the head, which no layer reads, share one element."""
     tables = {id(p) for p in _tables(model)}
     largest = max(_matrix(p) for p in model.parameters() if id(p) not in tables)
     zeros: dict[torch.dtype, Tensor] = {}
@@ -314,5 +313,5 @@ def _tables(model: PreTrainedModel) -> list[Any]:
 
 
 def _matrix(parameter: Tensor) -> int:
-    """Return the number of elements of a weight, or of one of stacked weights."""
+    """Return the number of elements of a matrix, or of one matrix in a stack of experts."""
     return prod(parameter.shape[-2:])

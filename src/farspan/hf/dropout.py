@@ -46,7 +46,7 @@ _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def _words(counters: Tensor, key: int) -> Tensor:
-    """Return two 32-bit words for each int64 counter, [..., 2], by splitmix64."""
+    """Return two pseudorandom 32-bit words for each int64 counter, [..., 2], by splitmix64."""
     z = counters.mul_(_GOLDEN).add_(_signed(key))
     for shift, factor in (30, _FIRST), (27, _SECOND):
         z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
@@ -57,7 +57,7 @@ def _words(counters: Tensor, key: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Random numbers of a module for a tensor [batch, tokens, ...]."""
+    """Random numbers for one module's input, [batch, tokens, ...], by position in the sequence."""
 
     keys: tuple[int, int]  # of tokens and of features, 64 bits each
     row: int  # of the tensor's first sequence
@@ -65,7 +65,7 @@ class Numbers:
     fused: bool = False  # a kernel draws them
 
     def words(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two words per token [batch, tokens, 2] and one per feature, int32."""
+        """Return two random words per token, [batch, tokens, 2], and one per feature, int32."""
         batch, tokens, features = x.shape
         rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]
         places = torch.arange(self.first, self.first + tokens, device=x.device)
@@ -73,9 +73,10 @@ class Numbers:
         return of_tokens, _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
 
     def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
-        """Yield numbers for x [batch, tokens, features] piece by piece: the piece's place in x, its
-        numbers (int32), and scratch memory of that size. They are overwritten when the next piece
-        comes; on the meta device memory is allocated but no piece comes."""
+        """Yield (index, numbers, scratch) for x [batch, tokens, features], piece by piece: the
+        piece's index in x, its random numbers (int32), and scratch memory of the same size. The
+        next piece overwrites both. On the meta device memory is allocated but no piece is
+        yielded."""
         batch, tokens, features = x.shape
         memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
         of_tokens, f = self.words(x)
@@ -102,15 +103,15 @@ def _mix(t: Tensor, u: Tensor, f: Tensor, x: Tensor, beside: Tensor) -> None:
 
 
 def _fold(x: Tensor, shift: int, beside: Tensor) -> None:
-    """Compute x ^= x >> shift, for unsigned numbers."""
+    """Compute x ^= x >> shift in place, as for unsigned numbers."""
     torch.bitwise_right_shift(x, shift, out=beside)
     beside &= 2 ** (32 - shift) - 1
     x ^= beside
 
 
 def dropped(x: Tensor, p: float, numbers: Numbers) -> Tensor:
-    """Drop elements of x [batch, tokens, ...] with probability p (to 2**-32) and divide the others
-    by 1 - p; linear in x and its own transpose."""
+    """Apply dropout to x [batch, tokens, ...]: zero elements with probability p (to 2**-32), and
+    divide the others by 1 - p. The function is linear in x, and its own gradient."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if p >= 1:
         return out.zero_()
@@ -127,7 +128,7 @@ def dropped(x: Tensor, p: float, numbers: Numbers) -> Tensor:
 
 
 def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbers) -> Launch:
-    """Return the launch of the kernel on contiguous [batch, tokens, features]."""
+    """Return the launch of the dropout kernel on contiguous x, [batch, tokens, features]."""
     words, features = numbers.words(x)
     width = x.shape[2]
     block = min(padded(width), TILE)
@@ -138,7 +139,7 @@ def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbe
 
 
 def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
-    """Add to x [batch, tokens, hidden] noise that is uniform from -most to most, with 24 bits."""
+    """Add noise, uniform from -most to most in 24 bits, to x [batch, tokens, hidden]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for place, number, beside in numbers.fill(x):
         torch.bitwise_right_shift(number, 8, out=number)
@@ -170,22 +171,22 @@ class _Noisy(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The range of tokens that modules are called with."""
+class TokenRange:
+    """Range of tokens that a module is called with: a chunk of some rows, or a part of it."""
 
     first: int  # position of the first token in the sequence
     tokens: int
     row: int = 0  # of the batch, the first
 
-    def part(self, start: int, stop: int) -> "Place":
-        """Return the place of the tokens [start, stop) within it."""
-        return Place(self.first + start, min(stop, self.tokens) - start, self.row)
+    def part(self, start: int, stop: int) -> "TokenRange":
+        """Return the range of tokens [start, stop) within this one."""
+        return TokenRange(self.first + start, min(stop, self.tokens) - start, self.row)
 
 
 @dataclass(slots=True)
 class Draws:
-    """Random draws of one call of a step. Invariant: `place` is the place of the tokens that
-    modules are called with."""
+    """Random draws of one call of a step, repeatable in recomputed cells. Invariant: `place` is the
+    range of tokens that modules are called with."""
 
     seed: int
     step: int  # number of the call
@@ -193,16 +194,16 @@ class Draws:
     tokens: int  # of a whole sequence
     fused: bool = False  # dropouts run on the device's own kernel
     alpha: float | None = None  # of the noise on embeddings; None: no noise
-    place: Place = Place(0, 0)
+    place: TokenRange = TokenRange(0, 0)
     asked: set[str] = field(default_factory=set)  # modules already called with these tokens
 
-    def at(self, place: Place) -> None:
-        """Set the place of the tokens that modules are called with next."""
+    def at(self, place: TokenRange) -> None:
+        """Set the range of tokens that modules are called with next."""
         self.place, self.asked = place, set()
 
     def numbers(self, name: str, x: Tensor) -> Numbers:
-        """Return the numbers of a module for x. Raises UnsupportedError if x is not [batch, tokens,
-        ...] of the current place."""
+        """Return the random numbers of a module for its input x. Raises UnsupportedError if x is
+        not [batch, tokens, ...] of the current range."""
         if x.ndim < 3 or x.shape[1] != self.place.tokens:
             raise _given_other(name, x)
         if name in self.asked:
@@ -220,7 +221,7 @@ class Draws:
         return out
 
     def embed(self, table: nn.Module, forward: Callable[..., Tensor], *ids: Any) -> Tensor:
-        """Run the embeddings, and add noise in training."""
+        """Run the embedding, and add NEFTune's noise in training."""
         out = forward(*ids)
         if self.alpha is None or not table.training:
             return out
@@ -245,8 +246,7 @@ def _given_other(name: str, x: Tensor) -> UnsupportedError:
 
 @contextmanager
 def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
-    """Run the body with the model's dropouts and embedding noise drawn from `draws`; None: none, as
-    in evaluation."""
+    """Run the body with dropouts and embedding noise drawn from `draws`; None turns both off."""
     found: dict[nn.Module, Callable[..., Tensor]] = {}
     for name, module in drawing_dropouts(model):
         found[module] = _same if draws is None else partial(draws.forward, name, module)
@@ -259,8 +259,8 @@ def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def still(model: PreTrainedModel) -> Iterator[None]:
-    """Run the body with dropouts that drop nothing, but return new tensors. Cells can then be
-    examined, and autograd saves the same tensors as in training."""
+    """Run the body with dropouts that return copies of their input. Cells can then be examined, and
+    autograd saves the same tensors as in training."""
 
     def forward(name: str, x: Tensor) -> Tensor:
         if x.ndim < 3:

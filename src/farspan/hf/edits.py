@@ -46,8 +46,8 @@ GLOBAL_HOOKS = (
 
 
 class Same:
-    """A reference that equals another to the same object with an equal `mark`. Its text has no
-    address: it is the same in another process that has made the same model."""
+    """Reference to an object, equal to another if the object is the same and `mark` is equal. Its
+    text has no address: it is the same in another process that has made the same model."""
 
     __slots__ = ("_held", "mark", "text")
 
@@ -130,7 +130,7 @@ def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | 
 
 
 class _ModelWalk:
-    """Visits every object of a model once, and collects its attributes."""
+    """Walk over every object of a model that collects its attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._coming: list[tuple[str, Any]] = [("", model)]
@@ -152,7 +152,7 @@ class _ModelWalk:
             yield self._path, state
 
     def _of(self, value: Any, name: object) -> Any:
-        """Return a value that is equal if an attribute has the same effect."""
+        """Return a comparable value of an attribute: equal values mean equal effects on a step."""
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
@@ -178,9 +178,9 @@ class _ModelWalk:
         return Same(value, kind.__qualname__)
 
     def _come(self, value: Any, name: object) -> None:
-        """Queue a module, a configuration, or another object that a module holds, under the name of
-        the first attribute that holds it. Objects that those hold in turn are compared by identity
-        alone."""
+        """Queue an object for the walk under the name of the attribute that first led to it. Walked
+        are modules, configurations, and other objects that modules hold; objects that only those
+        hold are compared by identity."""
         if id(value) in self._seen or not hasattr(value, "__dict__"):
             return
         other = self._inside and not type(value).__module__.startswith("torch.")
@@ -190,8 +190,8 @@ class _ModelWalk:
             self._coming.append((f"{self._path}.{name}" if self._path else name, value))
 
     def _class_of(self, kind: type) -> Any:
-        """Return a class with its present methods and plain attributes, and the functions that its
-        methods call by name. Libraries replace them on classes and in the files of families."""
+        """Return a class with its present methods and plain attributes, and functions that the
+        methods call by name: libraries replace these on classes and in the files of families."""
         found = self._classes.get(kind)
         if found is None:
             own = takewhile(lambda one: one not in BASES, kind.__mro__)
@@ -212,7 +212,7 @@ def _function(value: Any, mark: object = None) -> Same:
 
 
 def _called_by(method: FunctionType) -> list[Any]:
-    """Return the functions that a method, unwrapped from its decorators, calls by a global name."""
+    """Return the functions that a method calls by a global name. Decorators are unwrapped."""
     inner = unwrap(method)
     if not isinstance(inner, FunctionType):
         return []
@@ -221,8 +221,8 @@ def _called_by(method: FunctionType) -> list[Any]:
 
 
 def _tensor(x: Tensor) -> Same:
-    """Return a tensor by identity, and a buffer's values by their version; those of weights change
-    with every update."""
+    """Return the identity of a tensor, for a buffer with its version: values of weights change with
+    every update, and are no edits."""
     text = x.dtype, tuple(x.shape), x.requires_grad
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version
@@ -246,9 +246,9 @@ PLAIN_SETTINGS = (
 
 
 def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Return a value that is equal for layers that compute alike: their modules, tensors and
-    settings. Layers of SmolLM3 with and without rotation differ by one flag. A layer with a hook or
-    a replaced forward equals no other."""
+    """Return a layer's modules, tensors and settings, equal for layers that compute the same.
+    Layers of SmolLM3 with and without rotation differ by one flag. A layer with a hook or a
+    replaced forward equals no other."""
     modules = tuple((type(module), *_settings(module)) for module in layer.modules())
     parameters = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
     buffers = tuple(tuple(b.shape) for b in layer.buffers())
@@ -260,7 +260,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as a value that compares by content; other objects equal only themselves."""
+    """Return a value that is equal for equal settings. Other objects equal only themselves."""
     if isinstance(value, PLAIN_SETTINGS):
         return value
     if isinstance(value, Tensor):

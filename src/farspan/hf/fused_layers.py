@@ -36,14 +36,14 @@ GRADIENTS = 8  # roundings allowed between gradients that are summed in two orde
 
 
 class Linears:
-    """Calls of a gated MLP's linear modules; steps use the faster ones of `engine.gradients`."""
+    """Calls of a gated MLP's linear modules; `engine.gradients` has a faster subclass for steps."""
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run gate and up on one input."""
+        """Run the gate and up modules on the same input."""
         return gate(x), up(x)
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
-        """Run down on act(gate) * up, and return the MLP's output."""
+        """Run the down module on act(gate) * up, and return the MLP's output."""
         return down(gated(gate, up, act))
 
 
@@ -51,8 +51,8 @@ PLAIN = Linears()
 
 
 def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
-    """Return a shell of the module if a rule knows it or a module inside, else the module. The
-    shell's modules have the forwards of the first rules that know them."""
+    """Return the module in a shell whose submodules have the forwards of the first rules that match
+    them. Returns the module itself if no rule matches it or a module inside."""
     rules = tuple(rules)
     # A parametrized module has its own class, which is not copied. A forward set on the module
     # itself calls its own children.
@@ -69,10 +69,10 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
     return shell_of(module, changed, forward=forward)
 
 
-def _seen(look: Callable[[], bool]) -> bool:
-    """Return the result of `look`, which runs a module on stand-ins; False if it raises."""
+def _passes(check: Callable[[], bool]) -> bool:
+    """Return the result of `check`, a test with stand-in tensors; False if it raises."""
     try:
-        return look()
+        return check()
     except Exception:
         return False
 
@@ -83,10 +83,10 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tens
 
 
 def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) -> bool:
-    """Return whether a module's code and a formula give the same results. Values must agree bit for
-    bit: in bf16, where every rounding shows the order of operations, and in fp32; for small and
+    """Return whether a module's own code and a formula give the same results. Values must agree bit
+    for bit: in bf16, where every rounding shows the order of operations, and in fp32; for small and
     large numbers, where clamps begin; with autograd and without. Gradients must agree up to
-    rounding: detached tensors have others."""
+    rounding; detached tensors would change them."""
     for dtype in (torch.bfloat16, torch.float32):
         for scale in SCALES:
             xs = [(scale * x).to(dtype) for x in given]
@@ -113,9 +113,8 @@ def _near(found: Tensor, expected: Tensor, limit: float) -> bool:
     return error <= limit * float(expected.double().norm())
 
 
-def _of_one(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
-    """Return a shell's forward that uses the kernels for supported inputs, and the module's code
-    otherwise."""
+def _kernel_or_own(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
+    """Return a forward that runs the kernel on supported inputs, else the module's own code."""
 
     def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if len(arguments) == 1 and not keywords and _takes(*arguments):
@@ -133,8 +132,7 @@ def _takes(*tensors: Any) -> bool:
 
 
 def norm_forward(module: nn.Module) -> Forward | None:
-    """Return the fused forward of an RMS norm whose only parameter is a weight of the vectors'
-    width."""
+    """Return the fused forward of an RMS norm whose only parameter is one weight vector."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if set(parameters) != {"weight"} or weight is None or weight.ndim != 1:
@@ -148,8 +146,8 @@ def norm_forward(module: nn.Module) -> Forward | None:
     else:
         return None
     for norm in (Norm(eps), Norm(eps, cast=False), Norm(eps, offset=1.0, cast=False)):
-        if _seen(partial(_norms, module, weight.shape[0], norm)):
-            return _of_one(partial(_normed, norm))
+        if _passes(partial(_norms, module, weight.shape[0], norm)):
+            return _kernel_or_own(partial(_normed, norm))
     return None
 
 
@@ -177,8 +175,8 @@ def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
 
 
 def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
-    """Return the fused forward of an MLP with an activation and three linear modules, or two of
-    which the first computes both halves."""
+    """Return the fused forward of a gated MLP: an activation and three linear modules, or two if
+    the first computes gate and up."""
     if list(module.named_parameters(recurse=False)) or module._buffers:
         return None
     bare = [name for name, child in module.named_children() if not list(child.parameters())]
@@ -189,15 +187,15 @@ def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
     if act is None:
         return None
     for names in permutations(linear):
-        if _seen(partial(_gates, module, names, act)):
-            return _of_one(partial(_gated, names, act, linears))
+        if _passes(partial(_gates, module, names, act)):
+            return _kernel_or_own(partial(_gated, names, act, linears))
     return None
 
 
 def _act_of(module: nn.Module) -> Act | None:
     x = _random(TOKENS, INNER, seed=3)
     for act in Act:
-        if _seen(partial(_same, module, partial(_activated, act), x)):
+        if _passes(partial(_same, module, partial(_activated, act), x)):
             return act
     return None
 
@@ -207,8 +205,7 @@ def _activated(act: Act, x: Tensor) -> Tensor:
 
 
 def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
-    """Return whether the named modules are an MLP's gate, up and down, or joint gate-up and
-    down."""
+    """Return whether the named modules are an MLP's gate, up and down, or gate-up and down."""
     *ups, down = names
     outer = INNER if len(ups) == 2 else 2 * INNER
     matrices = {name: _random(outer, WIDTH, seed=4 + i) for i, name in enumerate(ups)}
@@ -224,7 +221,7 @@ def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
 
 
 class _Times(nn.Module):
-    """Replaces a linear module."""
+    """Stand-in for a linear module that multiplies by a fixed matrix."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__()
@@ -244,13 +241,13 @@ def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module,
 
 
 def rotation_forward(module: nn.Module) -> Forward | None:
-    """Return the module's own forward with our rotary embedding in place of the function in its
-    file; None if that is not such a function."""
+    """Return an attention module's forward with farspan's rotary embedding in place of the function
+    `apply_rotary_pos_emb` in the model's file; None if that function does not rotate as usual."""
     return _rotating(type(module).forward)
 
 
 def _rotating(forward: Any) -> Forward | None:
-    """Return the function with our rotation, in its decorators, which attention has since
+    """Return a rotary function with farspan's kernel inside the decorators that attention has since
     transformers 5.24."""
     if not isinstance(forward, FunctionType):
         return None
@@ -273,7 +270,7 @@ def _rotating(forward: Any) -> Forward | None:
 
 @cache
 def _is_rotation(plain: Forward) -> bool:
-    return _seen(partial(_rotates, plain))
+    return _passes(partial(_rotates, plain))
 
 
 def _rotates(plain: Forward) -> bool:
@@ -294,7 +291,7 @@ def _rotates(plain: Forward) -> bool:
 def _rotate(
     plain: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
 ) -> Any:
-    """Rotate by the kernel in the common case, and by the family's own function otherwise."""
+    """Rotate q and k by the kernel if it supports them, else by the model family's own function."""
     common = not more and not named and cos.ndim == 3 and cos.shape[-1] == q.shape[-1]
     if common and q.stride(-1) == k.stride(-1) == 1 and _takes(q, k, cos):
         return rotated(q, k, cos, sin)
@@ -302,7 +299,7 @@ def _rotate(
 
 
 def rules(linears: Linears = PLAIN) -> tuple[Rule, ...]:
-    """Return the rules that choose modules for the kernels."""
+    """Return the rules that replace forwards by the kernels' own."""
     return norm_forward, partial(gate_forward, linears=linears), rotation_forward
 
 
@@ -313,8 +310,8 @@ def fuse(
     *first: Rule,
     linears: Linears = PLAIN,
 ) -> None:
-    """Run a model's layers and its other modules on the kernels of `device`, if wanted. `device` is
-    that of the cells; the rules of `first` come before the kernels'."""
+    """Run a model's modules on the kernels of `device`, where its cells run, if `wanted` asks for
+    them. Rules in `first` come before the kernels'."""
     found = first
     if kernels.fused and fused_for(device, stages.dtype):
         found = *first, *rules(linears)
@@ -323,8 +320,8 @@ def fuse(
 
 
 def spared_layers(stages: CausalLMStages) -> frozenset[int]:
-    """Return the layers that can skip the last product of their only gated MLP if their output is
-    not read. No gradient depends on its value (`tokenwise` checks)."""
+    """Return the layers that can skip their MLP's last product if their output is not read. They
+    have a single gated MLP, and no gradient depends on its value (`tokenwise` checks)."""
     try:
         children = tokenwise(stages.in_place())
     except (UnsupportedError, RuntimeError):  # a computed weight cannot be copied

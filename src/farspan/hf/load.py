@@ -133,9 +133,8 @@ def config_for_planning(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PretrainedConfig:
-    """Load a configuration as `load_config` does, for a model that need not be on this machine.
-    `path` may also be the hub name of a model that `farspan plan` knows, and no code of the model
-    is run."""
+    """Load a configuration as `load_config` does, also of a model that is not on this machine.
+    `path` may be the hub name of a model that `farspan plan` knows; no code of the model runs."""
     if path is None:
         return load_config(path=None, config=config, overrides=overrides, dtype=dtype)
     if not is_on_hub(path):
@@ -148,7 +147,7 @@ def config_for_planning(
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the configuration of a config.json's content. Raises UnsupportedError."""
+    """Return the configuration for the content of a config.json. Raises UnsupportedError."""
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UnsupportedError(
@@ -166,8 +165,7 @@ def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _decoded(value: Any) -> Any:
-    """Decode numbers that JSON does not have, which transformers writes as {"__float__":
-    "Infinity"}."""
+    """Replace {"__float__": "Infinity"}, as transformers writes a number that JSON lacks."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -229,8 +227,9 @@ def load_model(
 
 
 def _leave_files(model: nn.Module) -> None:
-    """Copy tensors out of memory-mapped weight files that are mostly unused: one tensor keeps all
-    pages of its file. A 135M model in four bits keeps 528 MiB, for 109 MiB of embeddings."""
+    """Copy tensors out of mapped weight files that are mostly unused, since one tensor keeps all
+    pages of its file in memory. A 135M model in four bits keeps 528 MiB, for 109 MiB of
+    embeddings."""
     if not MAPS.exists():
         return
     weights = (*model.parameters(), *model.buffers())
@@ -257,8 +256,8 @@ def blank_model(
 
 
 def resize_embeddings(model: PreTrainedModel, rows: int, seed: int) -> None:
-    """Extend the model's embeddings and head to ids below `rows`, if they are shorter. New rows are
-    drawn about the mean of the old ones, from `seed`."""
+    """Extend the model's embeddings and head to at least `rows` token ids. New rows are drawn about
+    the mean of the old ones, from `seed`."""
     found: Any = model.get_input_embeddings()
     if found.num_embeddings < rows:
         with torch.random.fork_rng(devices=[]):
@@ -289,8 +288,8 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def _naming(overrides: dict[str, Any]) -> Iterator[None]:
-    """Add the overrides to the error of a model that cannot be made, since a family's own code
-    names no fields."""
+    """Raise the error of a model that cannot be made, with the overrides added, since a family's
+    own code names no fields."""
     try:
         yield
     except UnsupportedError as error:
@@ -301,8 +300,8 @@ def _naming(overrides: dict[str, Any]) -> Iterator[None]:
 
 
 class _LargeAreBlank(TorchFunctionMode):
-    """Puts tensors of torch.empty with over 2^24 elements on the meta device. A layer's experts of
-    DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
+    """Mode that puts tensors of torch.empty with over 2^24 elements on the meta device. A layer's
+    experts of DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -349,7 +348,8 @@ def _with_random_weights(
 
 
 def _auto(config: PretrainedConfig) -> Any:
-    """Return the auto class of a configuration: that of image-text models if no other knows it."""
+    """Return the auto class for a configuration: that for causal LMs, or for image-text models if
+    only that knows it."""
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if seeing and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -399,7 +399,7 @@ def _with_saved_weights(
 
 
 def _few(names: set[str]) -> str:
-    """Return the first names as text, and the number of the others."""
+    """Return a text of the first names and the number of the other names."""
     shown = sorted(names)[:NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -411,8 +411,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def refuse_unpinned(
     path: str, trust_remote_code: bool, revision: str | None, field: str = "model.revision"
 ) -> None:
-    """Raise UnsupportedError for code that may change: only code in a folder, or of a hub commit,
-    is fixed."""
+    """Raise UnsupportedError for model code that may change later. Only code in a folder, or of a
+    hub commit, is fixed."""
     if not trust_remote_code or _COMMIT.fullmatch(revision or ""):
         return
     files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
@@ -490,8 +490,8 @@ def _overridden(
     make: Callable[[PretrainedConfig], PreTrainedModel],
     drawn: bool,
 ) -> PretrainedConfig:
-    """Return the configuration of a config.json's `fields` with overrides, each of which must make
-    a difference to the model. Raises UnsupportedError."""
+    """Return the configuration of a config.json's `fields` with overrides. Raises UnsupportedError
+    if an override makes no difference to the model."""
     if not given:
         return config
     refuse_huge(given, "model.overrides.")
@@ -585,8 +585,8 @@ def add_adapters(
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Save a model for `from_pretrained`, or its adapters for PeftModel's; `weights` replace the
-    model's own."""
+    """Save a model for `from_pretrained`, or adapters for PeftModel's; `weights` replace its
+    own."""
     adapters = getattr(model, "peft_config", {})
     if not isinstance(model, PreTrainedModel) or list(adapters) != [ADAPTER]:
         given = {} if weights is None else {"state_dict": weights}
@@ -603,12 +603,12 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 
 
 def stacked_experts(model: nn.Module) -> bool:
-    """Return whether experts' weights are stacked in one tensor, which is no linear module."""
+    """Return whether all experts' weights are stacked in one tensor, which is no linear module."""
     return any(p.ndim == 3 and "expert" in name for name, p in model.named_parameters())
 
 
 def _linears(model: Any) -> dict[str, Any]:
-    """Return the linear modules of the layers by their names in the model."""
+    """Return the linear modules in the layers, by their names in the model."""
     inside = {id(module) for layer in CausalLMStages(model).layers for module in layer.modules()}
     return {
         name: module
@@ -634,9 +634,9 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
 
 
 def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
-    """Raise UnsupportedError if peft reads a target as stacked experts. It does so with names that
-    experts had before they were stacked, such as gate_proj: in dense layers and shared experts too,
-    and when it loads saved adapters."""
+    """Raise UnsupportedError if peft would treat a target as stacked experts. It recognizes experts
+    by the names that they had before they were stacked, such as gate_proj, which dense layers and
+    shared experts have too, and does so again when it loads saved adapters."""
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
     lost = {name.rpartition(".")[2] for name in wanted.keys() - found}
     if lost:

@@ -58,7 +58,7 @@ EITHER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The result of a merge."""
+    """Result of a merge."""
 
     folder: Path
     modules: int  # with adapters
@@ -70,8 +70,8 @@ class Merged:
 
 
 def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
-    """Merge the adapters of `source` into `folder`, a whole model with its tokenizer in the dtypes
-    of the base.
+    """Merge the adapters of `source` with their base model, and write the model and its tokenizer
+    to `folder`, in the base's dtypes.
 
     Args:
         source: A run's folder, or one that peft wrote.
@@ -118,14 +118,14 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise UnsupportedError where a link leads out of a folder. In the hub's cache a snapshot has
-    links to the blobs of its own repository."""
+    """Raise UnsupportedError if a link leads out of a folder. In the hub's cache a snapshot may
+    link to the blobs of its own repository."""
     cached = folder.parent.name == "snapshots"
     refuse_links(folder, *[folder.resolve().parents[1] / "blobs"] * cached)
 
 
 def _adapters_in(source: Path) -> Path:
-    """Return the folder that has a run's adapters, or `source` itself."""
+    """Return the folder with the adapters of a run's folder, or `source` itself."""
     if (source / "model").is_symlink():
         refuse_links(source)
     for folder in (source / "model", source):
@@ -144,7 +144,8 @@ def _adapters_in(source: Path) -> Path:
 
 
 def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> None:
-    """Refuse tensors that are not finite and, for LoRA, a rank or alpha that does not fit them."""
+    """Raise UnsupportedError for tensors that are not finite, or for a rank or alpha of LoRA that
+    does not fit the tensors."""
     file, where = adapters / ADAPTER_TENSORS, adapters / ADAPTER_CONFIG
     kind = config.get("peft_type")
     if not isinstance(kind, str):
@@ -186,7 +187,7 @@ def rank_and_alpha(where: Path, config: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) -> Path:
-    """Return the folder with the files of the adapters' base model."""
+    """Return the folder of the base model that adapters belong to."""
     name = base or config.get(BASE)
     if not isinstance(name, str) or not name:
         raise UnsupportedError(
@@ -207,7 +208,7 @@ def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) ->
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises UnsupportedError if it is none, or cannot be read."""
+    """Open a safetensors file. Raises UnsupportedError if it is damaged or cannot be read."""
     try:
         refuse_pipes(path)
         with safe_open(path, framework="pt") as file:
@@ -217,7 +218,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """Return the file of each weight, as transformers finds it; empty without such files."""
+    """Return each weight's file as transformers would find it; empty without such files."""
     if (model / WEIGHTS).is_file():
         files = {WEIGHTS}
     else:
@@ -235,7 +236,7 @@ def _weight_files(model: Path) -> dict[str, Path]:
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Return whether each adapter adds lora_alpha / r * B(A) to its weight."""
+    """Return whether every adapter just adds lora_alpha / r * B(A) to its weight."""
     try:
         usual = load("peft", "LoraConfig")().to_dict()
     except ImportError as error:
@@ -247,8 +248,8 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def _fit(names: Iterable[str], files: Mapping[str, Path]) -> bool:
-    """Return whether all tensors are A and B of weights that have the same names in these files.
-    Models that transformers renames at loading do not."""
+    """Return whether every adapter's A and B belong to a weight of the same name in these files.
+    Models that transformers renames at loading have other names."""
     a = {n.removesuffix(".lora_A.weight") for n in names if n.endswith(".lora_A.weight")}
     b = {n.removesuffix(".lora_B.weight") for n in names if n.endswith(".lora_B.weight")}
     return a == b and 2 * len(a) == len(list(names)) and all(_weight_of(m) in files for m in a)
@@ -259,14 +260,14 @@ def _weight_of(module: str) -> str:
 
 
 def _copy_others(source: Path, target: Path, *without: str) -> None:
-    """Copy the files of a folder that hold no weights."""
+    """Copy the files of a folder except weights."""
     for path in source.iterdir():
         if path.is_file() and path.name not in without and not path.name.endswith(SUFFIXES):
             shutil.copyfile(path, target / path.name)
 
 
 def _add(tensors: Any, scale: float, model: Path, files: Mapping[str, Path], target: Path) -> None:
-    """Copy the files of weights, and add scale * B(A) to weights with adapters."""
+    """Copy weight files, adding scale * B(A) to the weights that have adapters."""
     for path in sorted(set(files.values())):
         copy = target / path.relative_to(model)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -290,8 +291,7 @@ def _add(tensors: Any, scale: float, model: Path, files: Mapping[str, Path], tar
 
 
 def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return W [outer, inner] + scale * B [outer, rank] A [rank, inner], rounded once to W's
-    dtype."""
+    """Return W [outer, inner] + scale * B [outer, rank] A [rank, inner], in W's dtype."""
     if not weight.is_floating_point() or weight.itemsize < 2:
         raise UnsupportedError(
             f"base: {name} is quantised ({weight.dtype}); give the unquantised model as --base"
@@ -312,7 +312,7 @@ def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tenso
 
 
 def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], target: Path) -> None:
-    """Merge by peft in memory, in the base's dtype."""
+    """Merge adapters with peft in memory, in the base's dtype."""
     made = load_config(path=str(model), config=None, overrides=overrides)
     if getattr(made, "quantization_config", None) is not None:
         raise UnsupportedError(f"base: {model} is quantised; give the unquantised model as --base")
@@ -342,8 +342,8 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
 
 
 def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
-    """Refuse a file that lacks tensors of its configuration, or has some that peft would not
-    load."""
+    """Raise UnsupportedError for a file of adapters that lacks tensors of its configuration, or has
+    some that peft would not load."""
     wanted = load("peft", "get_peft_model_state_dict")(peft_model, save_embedding_layers=False)
     with open_tensors(adapters / ADAPTER_TENSORS) as tensors:
         names = {name for name in tensors.keys() if ".base_layer." not in name}  # noqa: SIM118
@@ -357,8 +357,7 @@ def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
 
 
 def _tie(merged: Any, configs: Mapping[str, Any]) -> None:
-    """Tie head and embedding again or, if adapters changed them differently, clear the tie in the
-    configuration."""
+    """Tie head and embedding again, or remove the tie if adapters changed them differently."""
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     declared = any(getattr(one, "ensure_weight_tying", False) for one in configs.values())
     alike = declared or torch.equal(head.weight, embedding.weight)

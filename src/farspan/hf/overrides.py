@@ -80,7 +80,7 @@ NOT_OF_FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An override's value, and the fields of the configuration that it sets."""
+    """An override's value, with the configuration fields that it sets."""
 
     name: str  # as the user wrote it, such as model.overrides.rope_scaling.factor
     paths: tuple[tuple[str, ...], ...]  # such as rope_parameters, full_attention, factor
@@ -96,7 +96,7 @@ def resolve(
     where: str = "model.overrides",
     path: tuple[str, ...] = (),
 ) -> list[Change]:
-    """Resolve overrides of a configuration to changes of its fields.
+    """Return the changes of configuration fields that overrides make.
 
     Args:
         config: The configuration without the overrides.
@@ -131,7 +131,7 @@ def resolve(
 
 
 def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) -> None:
-    """Raise UnsupportedError for a field that no model of this configuration reads."""
+    """Raise UnsupportedError for a field that no model with this configuration reads."""
     for name in fields:
         if name == "model_type":  # a class attribute: setting it on an object would change nothing
             raise UnsupportedError(
@@ -147,8 +147,7 @@ def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) 
 
 
 def _text_part(config: PretrainedConfig) -> str | None:
-    """Return the field with the text's configuration, or one around it; None if that is the
-    whole."""
+    """Return the field with the text model's configuration; None if the whole one is that."""
     text = config.get_text_config()
     for name in () if text is config else config.sub_configs:
         part = getattr(config, name, None)
@@ -169,9 +168,9 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 
 
 def _is_read(config: PretrainedConfig, name: str) -> bool:
-    """Return whether a family reads a field that its configuration does not declare. Its causal
-    model may read it by getattr, as Qwen3-MoE does head_dim, or its configuration from the file, as
-    Gemma3's does sliding_window_pattern to make layer_types."""
+    """Return whether a model family reads a field that its configuration does not declare. Its
+    causal model may read it by getattr, as Qwen3-MoE does head_dim, or its configuration from the
+    file, as Gemma3's does sliding_window_pattern to make layer_types."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     quoted = rf"""["']{re.escape(name)}["']"""
     asks = rf"getattr\(\s*(self\.)?config,\s*{quoted}"
@@ -251,8 +250,8 @@ def _rope_changes(
 
 
 def _entries(rope: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the entries of a RoPE: the name as written, the current name in transformers, the
-    value."""
+    """Yield each entry of a RoPE's parameters: its name as written, its current name in
+    transformers, its value."""
     kinds = {str(rope[name]) for name in ("type", "rope_type") if name in rope}
     if len(kinds) > 1:
         raise UnsupportedError(
@@ -274,7 +273,7 @@ def _rope_path(path: tuple[str, ...], kind: str, entry: str) -> tuple[str, ...]:
 
 
 def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[tuple[str, str]]:
-    """Return the entries of RoPE, by kind of layer, that transformers fills from a field of
+    """Return the RoPE entries, by kind of layer, that transformers sets from a field of
     config.json. Families have names of their own (rotary_pct, rope_local_base_freq,
     global_rope_theta), and read the common ones in their own way. So two marker values are written
     there, and entries that take both are returned."""
@@ -292,8 +291,8 @@ def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[
 
 
 def _read(config: PretrainedConfig, name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Return the RoPE of each kind of layer that transformers reads if a file has only this field;
-    empty if it cannot."""
+    """Return the RoPE parameters, by kind of layer, that transformers reads from a file with only
+    this field; empty if it cannot."""
     rest = {n: v for n, v in config.to_dict().items() if n not in (*SPELLINGS, name)}
     try:
         with _quietly():
@@ -308,9 +307,8 @@ def _read(config: PretrainedConfig, name: str, value: Any) -> dict[str, dict[str
 def changed(
     config: PretrainedConfig, fields: Mapping[str, Any], changes: Sequence[Change]
 ) -> PretrainedConfig:
-    """Return the configuration that transformers reads from `fields` with these changes. `fields`
-    is the content of the config.json that gave `config`. Raises UnsupportedError if transformers
-    cannot read the changed fields."""
+    """Return the configuration that transformers reads after these changes. `fields` is the content
+    of the config.json that gave `config`. Raises UnsupportedError if it cannot be read."""
     if not changes:
         return config
     made = {**copy.deepcopy(dict(fields)), "model_type": config.model_type}
@@ -346,8 +344,8 @@ def changed(
 
 
 def _last_words(error: Exception) -> str:
-    """Return the reason alone: transformers wraps it in lines that name its validators, and a
-    KeyError quotes it."""
+    """Return only the reason from an error of transformers, which wraps it in lines that name its
+    validators; a KeyError quotes it."""
     last = str(error.args[0] if error.args else error).splitlines()[-1].strip()
     return re.sub(r"^\w+Error: ", "", last)
 
@@ -355,7 +353,7 @@ def _last_words(error: Exception) -> str:
 def _part(
     config: PretrainedConfig, fields: dict[str, Any], path: Sequence[str]
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return a nested configuration and its fields, which a file may omit or keep elsewhere."""
+    """Return a nested configuration and its fields in the file, if the file has them."""
     for name in path:
         config = getattr(config, name)
         if not isinstance(fields.get(name), dict):
@@ -403,8 +401,7 @@ def _set_rope(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence transformers' warnings inside the context, for configurations that are only
-    compared."""
+    """Silence transformers' warnings inside the context, while configurations are compared."""
     logging = transformers.utils.logging
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -423,7 +420,8 @@ def refuse_idle(
     changes: Sequence[Change],
     drawn: bool,
 ) -> None:
-    """Refuse changes without effect, by comparing the model with all changes to one without each.
+    """Raise UnsupportedError for a change that has no effect, by comparing the model with all
+    changes to one without this change.
 
     Args:
         make: Makes a model of a configuration, without weights.
@@ -471,8 +469,8 @@ def _is_default(
     change: Change,
     whole: dict[str, Any],
 ) -> bool:
-    """Return whether the model reads the value as its default, such as yarn's beta_fast of 32:
-    another value then makes another model."""
+    """Return whether a value equals the default that the model reads, such as yarn's beta_fast of
+    32; then another value makes a difference."""
     if not isinstance(change.value, bool | int | float):
         return False
     value = change.value
@@ -530,7 +528,7 @@ def _window_advice(config: PretrainedConfig) -> str:
 
 
 def computing(model: PreTrainedModel) -> dict[str, Any]:
-    """Collect everything except weights that decides what a model computes, and how many positions
+    """Return everything except weights that decides what a model computes, and how many positions
     it reaches. That is: the classes of its modules, the shapes of parameters and which are tied,
     buffers, and the attributes and configuration fields that a forward reads."""
     first: dict[int, str] = {}
@@ -562,7 +560,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def _plain(value: Any) -> str | None:
-    """Return a plain value as text, or the name of a function; None for others."""
+    """Return a plain value as text, or a function's name; None for other values."""
     if isinstance(value, bool | int | float | str | torch.dtype | None):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
@@ -580,7 +578,7 @@ def _field(config: Any, name: str) -> str | None:
 
 
 def _long_tables(module: nn.Module) -> list[bytes]:
-    """Return a RoPE's tables for long sequences, which it makes only when it meets one."""
+    """Return the tables that a RoPE makes only when it meets a long sequence."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     config: Any = getattr(module, "config", None)
@@ -598,8 +596,7 @@ def _long_tables(module: nn.Module) -> list[bytes]:
 
 @cache
 def _read_by(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the attributes and the configuration fields that the methods of a module's class read,
-    without methods that no forward calls."""
+    """Return the attributes and configuration fields that a class reads in its forward."""
     attributes: set[str] = set()
     fields: set[str] = set()
     for base in kind.__mro__:

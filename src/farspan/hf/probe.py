@@ -41,7 +41,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
+TOKENS, CUT = 8, 5  # tokens of the probe, cut off centre so that chunks differ
 PIECES = (0, 3, 7, 8)  # cuts for a recurrent layer
 # Relative error allowed for such pieces. Their own fp32 arithmetic, in another order, stays below
 # 1e-5.
@@ -64,10 +64,10 @@ _COMPARISONS = (torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.o
 
 
 class _NoChance(UncompiledMode):
-    """Refuses operations that draw random numbers: a recomputed cell would draw different ones. One
-    uniform number may pass while it is only compared with a value it never crosses: PEFT's LoHa and
-    LoKr compare one with a module dropout of 0, and OPT, before transformers 5.23, with a LayerDrop
-    of 0."""
+    """Mode that refuses operations that draw random numbers, since a recomputed cell would draw
+    others. One uniform number may pass while it is only compared with a value it never crosses:
+    PEFT's LoHa and LoKr compare one with a module dropout of 0, and OPT, before transformers 5.23,
+    with a LayerDrop of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _NoChance(UncompiledMode):
         return out
 
     def _compared(self, func: Any, args: tuple[Any, ...], place: int, kwargs: Any) -> Any:
-        """Return the comparison's outcome, which must be the same at both ends of the range."""
+        """Return the result of comparing a random number: the same at both ends of its range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
         ends = (torch.full_like(args[place], end) for end in _ENDS)
@@ -108,7 +108,7 @@ class _NoChance(UncompiledMode):
 
 @torch.no_grad()
 def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
-    """Return the attention of each layer. Raises UnsupportedError if chunks could not be exact."""
+    """Return the attention of each layer. Raises UnsupportedError if chunks cannot be exact."""
     try:
         return _probe(stages)
     except Exception as error:
@@ -120,7 +120,7 @@ def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
 
 
 def _refuse_failing(stages: CausalLMStages) -> None:
-    """Raise UnsupportedError if the model's own forward also fails on text without farspan."""
+    """Raise UnsupportedError if the model's own forward fails too, without farspan."""
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=stages.device)
     try:
         stages.model(input_ids=ids, use_cache=False)
@@ -184,7 +184,7 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
 
 @torch.no_grad()
 def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
-    """Return the attention of each layer without proofs that depend on values."""
+    """Return the attention of each layer, without checks that depend on the weights' values."""
     asked: dict[Any, tuple[LayerSpec, int]] = {}
     with routed(stages.model), uncompiled(), _NoChance():
         positions = torch.zeros(1, 1, dtype=torch.long, device=stages.device)
@@ -211,14 +211,14 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
 
 
 def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
-    """Return the spec of a layer without attention, with the states it passes on."""
+    """Return the spec of a layer without attention, with the states that it passes on."""
     states = RecurrentStates()
     stages.run_layer(index, hidden, with_states(call, states))
     return replace(UNATTENDING, state=state_spec(states.after))
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raise UnsupportedError for a layer that mixes tokens in a way that `spec` does not have."""
+    """Raise UnsupportedError for a layer with a convolution whose state `spec` lacks."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
         attends = "attends; expected one or the other in a layer"
@@ -248,8 +248,8 @@ def _refuse_lost_gradients(stages: CausalLMStages) -> None:
 
 
 def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
-    """Return the model's logits, or the input of its head for whole sequences, and the number of
-    attention calls."""
+    """Return the model's logits (or the input of a head for whole sequences) from its own forward,
+    and the number of attention calls."""
     dense = ProbeAttention()
     try:
         with answering(dense):
@@ -286,7 +286,8 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
 
 def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
     """Raise UnsupportedError if the model's own loss is not the mean cross-entropy of its logits,
-    which a step computes. Transformers' losses are; functions or hooks set later may not be."""
+    which a step computes. The losses of transformers' classes are; a function or hook that was set
+    later may not be."""
     standard: Any = LOSS_MAPPING["ForCausalLM"]
     what = {
         "a forward that was set on it": "forward" in vars(model),
@@ -366,8 +367,7 @@ def _embedded_in_chunks(
 
 
 def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
-    """Raise UnsupportedError if a layer gets more from the previous layer than its hidden state, as
-    Zaya's do."""
+    """Raise UnsupportedError if layers pass on more than their hidden state, as Zaya's do."""
     kept: list[Tensor] = []
 
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -410,8 +410,8 @@ def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tenso
 
 
 def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
-    """Raise UnsupportedError if tokens of a layer see each other in another way than `seen`. Runs
-    every kind of layer on these hidden states [1, TOKENS, hidden]."""
+    """Raise UnsupportedError if tokens in a layer influence each other other than by the attention
+    in `seen`. Every kind of layer runs on these hidden states, [1, TOKENS, hidden]."""
     dtype = stages.dtype if stages.dtype in MIXING else torch.float32
     for index, layer in _of_each_kind(stages, seen):
         if not seen[index].state:
@@ -422,8 +422,8 @@ def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec])
 
 
 def refuse_forgetting(stages: CausalLMStages, seen: list[LayerSpec]) -> None:
-    """Raise UnsupportedError if a layer does not continue from the states it passes on; independent
-    of values."""
+    """Raise UnsupportedError if a recurrent layer does not continue from the states that it passes
+    on. This check does not depend on values."""
     shape = 1, TOKENS, stages.width
     hidden = torch.zeros(shape, dtype=stages.dtype, device=stages.device)
     for index, layer in _of_each_kind(stages, seen):
@@ -441,7 +441,7 @@ def _of_each_kind(stages: CausalLMStages, seen: list[LayerSpec]) -> Iterator[tup
 
 @dataclass(slots=True)
 class _Constant:
-    """Answers attention calls with constants, and keeps its inputs."""
+    """Attention that returns constants and records its inputs."""
 
     given: list[Tensor] = field(default_factory=list)  # [B, heads, T, head dim] each
 
@@ -477,7 +477,7 @@ def _refuse_gradients_between_tokens(stages: CausalLMStages, index: int, hidden:
 def _refuse_other_outputs(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
-    """Raise UnsupportedError if the layer's outputs change when it is cut in two."""
+    """Raise UnsupportedError if the layer's outputs change when its tokens are cut in two."""
     cuts, outs = ((0, TOKENS), (0, CUT), (CUT, TOKENS)), []
     remembers = ProbeAttention(layer=0)
     with eager_experts(layer):
@@ -503,9 +503,9 @@ def _differs(stages: CausalLMStages, index: int, error: float, where: str) -> st
 def _refuse_other_gradients(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
-    """Raise UnsupportedError if a recurrent layer changes in pieces, the last of one token, or does
-    not continue from its states. Jamba's scans do not: that shows by 3e-7 in outputs of a model
-    with fresh weights, and more in gradients."""
+    """Raise UnsupportedError if the outputs or gradients of a recurrent layer change when its
+    tokens run in pieces, the last of one token. Jamba's scans do not continue from their states:
+    that shows by 3e-7 in outputs of a model with fresh weights, and more in gradients."""
     shapes = [(0, TOKENS)], list(pairwise(PIECES))
     whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
     error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
@@ -521,7 +521,7 @@ def _with_gradient(
     hidden: Tensor,
     cuts: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a recurrent layer on these pieces, and the gradient of its input."""
+    """Return the output of a recurrent layer run on these pieces, and the gradient of its input."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
     # Eager experts depend on values: only experts with tokens run.
@@ -550,13 +550,13 @@ def _with_gradient(
 
 
 def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
-    """Return the call with its floating-point tensors in another dtype."""
+    """Return a layer's call with its floating-point tensors in another dtype."""
 
     return call.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return |found - expected| / |expected|."""
+    """Return the relative L2 distance, |found - expected| / |expected|."""
     found, expected = found.double(), expected.double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
@@ -566,8 +566,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @dataclass(slots=True)
 class ProbeAttention:
-    """Answers attention calls densely, over the keys of the chunks seen so far, and records
-    them."""
+    """Dense attention over the keys of the chunks so far, which records each call."""
 
     layer: int | None = None  # None: count layers by calls, while the whole model runs
     seen: dict[int, LayerSpec] = field(default_factory=dict)
@@ -630,12 +629,12 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
 
 class Float64Mode(UncompiledMode):
-    """Runs float32 requests in float64, also in a backward, which function modes do not see, so
-    that a float64 model can be a reference. Many families round to float32 on the way. Gradients of
-    Gemma's norm weights are then sums over tokens in float32, DeepSeek's router is a matrix product
-    in float32, and the places of cuts change how a recurrence rounds, by 1e-4 in gradients of
-    decays. The uncut sequence is as far from float64. For models without a float32 parameter, whose
-    gradient would change its dtype."""
+    """Mode that runs requests for float32 in float64, so that a float64 model can be a reference;
+    also in a backward, which function modes do not see. Many families round to float32 on the way.
+    Gradients of Gemma's norm weights are then sums over tokens in float32, DeepSeek's router is a
+    matrix product in float32, and the places of cuts change how a recurrence rounds, by 1e-4 in
+    gradients of decays. The uncut sequence is as far from float64. For models without a float32
+    parameter, whose gradient would change its dtype."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

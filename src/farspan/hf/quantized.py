@@ -38,7 +38,7 @@ BITSANDBYTES = "bitsandbytes"  # the format whose weights are unpacked, copied a
 
 
 def format_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the quantisation entry of a model's configuration; None: not quantised."""
+    """Return the quantization entry of a model's configuration, or None without one."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -46,8 +46,7 @@ def format_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def refuse_untrainable(config: PretrainedConfig, path: str) -> None:
-    """Raise UnsupportedError for weights in a format that transformers cannot differentiate
-    through."""
+    """Raise UnsupportedError for weights in a format without gradients in transformers."""
     given = format_of(config)
     if given is None:
         return
@@ -74,14 +73,14 @@ def refuse_untrainable(config: PretrainedConfig, path: str) -> None:
 
 
 def refuse_whole(config: PretrainedConfig) -> None:
-    """Raise UnsupportedError if quantised weights are to be trained themselves."""
+    """Raise UnsupportedError if quantized weights are to be trained without adapters."""
     if format_of(config) is not None:
         raise UnsupportedError(WHOLE.format(instead="a plain checkpoint as model.path"))
 
 
 def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: Any) -> Any:
-    """Return the arguments of `from_pretrained` for weights that are quantised, or with `nf4` are
-    to be. A quantised folder keeps its format. Raises UnsupportedError."""
+    """Return the arguments of `from_pretrained` for quantized weights. A quantized folder keeps its
+    format; with `nf4` plain weights are packed. Raises UnsupportedError."""
     already = format_of(config)
     if already is None and not nf4:
         return {}
@@ -103,8 +102,8 @@ def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: A
 
 
 def settle(model: nn.Module, dtype: torch.dtype) -> None:
-    """Set the dtype of products with packed weights, and keep the weights as they are packed.
-    bitsandbytes 0.50 repacks them on some CPUs for a module in eval mode, which then has no
+    """Set the dtype in which packed weights are multiplied, and keep bitsandbytes from repacking
+    them. bitsandbytes 0.50 does so on some CPUs for a module in eval mode, which then lacks
     gradients."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
@@ -114,14 +113,14 @@ def settle(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Return whether it is a linear module with four bits an element. peft's wrapper of one has the
+    """Return whether a module is a linear module with 4-bit weights. peft's wrapper of one has the
     same weight, but as a property."""
     return _state(module._parameters.get("weight")) is not None
 
 
 def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
-    """Return inner and outer width of each linear module of a layer that is, or could be, packed:
-    all but adapters."""
+    """Return the input and output width of each linear module in a layer that is or could be
+    packed: all but adapters."""
     found: list[tuple[int, int]] = []
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:
@@ -131,19 +130,19 @@ def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
 
 
 def shape_of(weight: Tensor) -> torch.Size:
-    """Return the shape of the unpacked weight, [outer, inner]."""
+    """Return the shape of a weight when unpacked, [outer, inner]."""
     state = _state(weight)
     return weight.shape if state is None else torch.Size(state.shape)
 
 
 def elements(weight: Tensor) -> int:
-    """Return the number of elements of the unpacked weight."""
+    """Return the number of elements of a weight when unpacked."""
     return prod(shape_of(weight))
 
 
 def parts_of(weight: Tensor) -> list[Tensor]:
-    """Return the tensors of a weight: itself, and for a packed one the scales of its blocks, their
-    own scales and the tables of both."""
+    """Return the tensors that make up a weight: itself, and for a packed one the scales of its
+    blocks, the scales' own scales and both code tables."""
     state = _state(weight)
     if state is None:
         return [weight]
@@ -152,7 +151,7 @@ def parts_of(weight: Tensor) -> list[Tensor]:
 
 
 def put_parts(weight: nn.Parameter, parts: Sequence[Tensor]) -> None:
-    """Replace the tensors of a weight by copies elsewhere, in the order of `parts_of`."""
+    """Replace the tensors of a weight by these, in the order of `parts_of`."""
     weight.data, *rest = parts
     state = _state(weight)
     if state is not None:
@@ -162,12 +161,12 @@ def put_parts(weight: nn.Parameter, parts: Sequence[Tensor]) -> None:
 
 
 def empty_parts(weight: nn.Parameter, device: torch.device) -> list[Tensor]:
-    """Return empty tensors, one for each part of a weight."""
+    """Return an empty tensor for each tensor of a weight."""
     return [torch.empty(0, dtype=part.dtype, device=device) for part in parts_of(weight)]
 
 
 def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the same kind on a device, with empty parts."""
+    """Return a parameter of the same class on a device, whose tensors are empty."""
     empty = empty_parts(weight, device)
     state = copy.copy(_state(weight))
     if state is None:
@@ -180,8 +179,8 @@ def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a module to a device. bitsandbytes 0.50 would copy the whole memory that holds packed
-    weights, which is that of every layer if they are streamed."""
+    """Return a copy of a module on a device. bitsandbytes 0.50 would copy the whole memory that
+    holds packed weights, which is that of every layer if they are streamed."""
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         if _state(weight) is not None:
@@ -194,17 +193,17 @@ def copied(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_known(weight: nn.Parameter) -> bool:
-    """Return whether its parts are all the tensors of a weight."""
+    """Return whether `parts_of` gives all tensors of a weight."""
     return type(weight) is nn.Parameter or _state(weight) is not None
 
 
 def state_bytes(weight: Tensor) -> int:
-    """Return the bytes that a weight holds in addition to its own."""
+    """Return the bytes of a weight's other tensors, such as scales."""
     return sum(part.nbytes for part in parts_of(weight)[1:])
 
 
 def held_bytes(weight: Tensor) -> int:
-    """Return all bytes that a weight holds."""
+    """Return the bytes of all tensors of a weight."""
     return weight.nbytes + state_bytes(weight)
 
 
@@ -214,8 +213,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int, Any]:
-    """Return plain linear modules with weights from `weight`, by the ids of packed ones, as a memo
-    for `deepcopy`."""
+    """Return plain linear modules to put in place of packed ones, with weights from `weight`, as a
+    memo for `deepcopy`."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if not is_packed(module):
@@ -232,8 +231,8 @@ def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int
 
 
 def unpacked(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Copy a model in another dtype, with packed weights unpacked into plain linear modules: the
-    same function. Raises UnsupportedError for packed weights of another kind."""
+    """Return a copy of a model in another dtype that computes the same function with plain linear
+    modules. Raises UnsupportedError for packed weights of another kind."""
     twin: Any = copy.deepcopy(model, plain_linears(model, _dequantized))
     for name, parameter in twin.named_parameters():
         if not parameter.is_floating_point():
@@ -251,8 +250,7 @@ def _dequantized(module: Any) -> Tensor:
 
 
 def frozen_digest(model: nn.Module) -> str | None:
-    """Return a digest of all frozen weights, which checkpoints leave out; None if all are
-    trained."""
+    """Return a hash of all frozen weights, which checkpoints leave out; None without any."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     if not frozen:
         return None

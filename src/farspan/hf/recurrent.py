@@ -23,20 +23,19 @@ CONV, RECURRENT = "conv", "recurrent"
 
 
 class _Known(Exception):
-    """Stop the layer: it has passed on all wanted states, and its output is not needed."""
+    """Stop a layer after it has passed on all wanted states, since its output is not needed."""
 
 
 @dataclass(slots=True)
 class RecurrentStates:
-    """A cache of one layer. Tensors are named `conv.0`, `recurrent.0`, by the family's own
-    numbers."""
+    """Cache of one layer's states, named `conv.0`, `recurrent.0` by the family's own numbers."""
 
     before: Mapping[str, Tensor] = field(default_factory=dict)  # empty: a sequence begins
     wanted: frozenset[str] = frozenset()  # names after which to stop; empty: run to the end
     after: dict[str, Tensor] = field(default_factory=dict)
 
     def until_known(self, wanted: frozenset[str], run: Callable[[], Tensor]) -> None:
-        """Run the layer until it has passed on the wanted states."""
+        """Run the layer until it has passed on all wanted states."""
         self.wanted = wanted
         with suppress(_Known):
             run()
@@ -69,7 +68,7 @@ class RecurrentStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Return the inputs of a convolution [B, D, T], preceded by the earlier ones."""
+        """Return the inputs of a convolution, [B, D, T], with those of earlier tokens in front."""
         earlier = self.before.get(f"{CONV}.{state_idx}")
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if earlier is not None:
@@ -87,7 +86,7 @@ class RecurrentStates:
         layer_idx: int,  # noqa: ARG002 - families pass it by name
         state_idx: int = 0,
     ) -> Tensor:
-        """Store the state that a recurrence leaves."""
+        """Store the state that a recurrence leaves after its last token."""
         self._know(f"{RECURRENT}.{state_idx}", recurrent_states)
         return recurrent_states
 
@@ -113,7 +112,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """A cache's layers: the same one for every index."""
+    """List of a cache's layers that returns the same layer for every index."""
 
     states: RecurrentStates
 
@@ -129,27 +128,27 @@ class _Layers:
 
 
 def with_states(call: LayerCall, states: RecurrentStates) -> LayerCall:
-    """Return the call with these states in the layer's cache arguments."""
+    """Return a layer's call with these states as its cache."""
     return replace(call, keywords={**call.keywords, **dict.fromkeys(call.caches, states)})
 
 
 def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: RecurrentStates) -> Tensor:
-    """Run a recurrent layer on a piece [B, T, hidden] of a sequence. `call` is for T tokens, or for
-    2 if `takes_two`. A family treats one token after others as generation: that code changes states
-    in place, and rounds differently. Such a token runs with another one after it, and passes no
-    state on."""
+    """Run a recurrent layer on a piece of a sequence, [B, T, hidden]. `call` is for T tokens, or
+    for 2 if `takes_two`. Model families treat a single token after others as generation: that code
+    changes states in place, and rounds differently. Such a token runs with another one after it,
+    and passes no state on."""
     if not takes_two(hidden.shape[1], states.before):
         return run_layer(layer, hidden, with_states(call, states))
     return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
 
 
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
-    """Return whether a piece of one token runs as two."""
+    """Return whether a piece of one token has to run as two tokens."""
     return tokens == 1 and bool(before)
 
 
 def state_spec(states: Mapping[str, Tensor]) -> tuple[StateTensor, ...]:
-    """Describe the states that a layer passes on, in the order of names."""
+    """Return the specs of the states that a layer passes on, ordered by name."""
     return tuple(
         StateTensor(name, tuple(states[name].shape[1:]), states[name].element_size())
         for name in sorted(states)
@@ -164,7 +163,7 @@ def state_dtype(state: StateTensor, model: torch.dtype) -> torch.dtype:
 def zero_states(
     spec: tuple[StateTensor, ...], batch: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return zero states, for a layer that continues from a chunk."""
+    """Return zero states, from which a layer continues as after an earlier chunk."""
     return {
         s.name: torch.zeros(batch, *s.shape, dtype=state_dtype(s, dtype), device=device)
         for s in spec

@@ -30,11 +30,11 @@ Found = TypeVar("Found")
 
 
 class _AllRecorded(Exception):
-    """Stop the forward: every layer's arguments are recorded."""
+    """Stop a forward after every layer's arguments have been recorded."""
 
 
 class _Unpacked(UnsupportedError):
-    """The model read a layer's output as a tuple, or as something else."""
+    """The model passes a layer something other than the hidden state of the previous layer."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class _Unpacked(UnsupportedError):
 
 @dataclass(slots=True)
 class LayerCall:
-    """Arguments that the model's own forward passes to one layer."""
+    """Arguments with which the model's own forward calls one layer."""
 
     arguments: tuple[Any, ...]  # positional, after the hidden state
     keywords: dict[str, Any]
@@ -60,7 +60,7 @@ class LayerCall:
         return replace(self, arguments=arguments, keywords=keywords)
 
     def kind(self) -> tuple[Any, ...]:
-        """Return a key that is the same for calls that differ only in the values of tensors."""
+        """Return a key that is equal for calls that differ only in the values of their tensors."""
         leaves, form = tree_flatten((self.arguments, self.keywords))
         return str(form), *(_kind(leaf) for leaf in leaves)
 
@@ -72,13 +72,13 @@ def _kind(leaf: Any) -> Any:
 
 
 def _is_object(call: LayerCall, name: str) -> bool:
-    """Return whether a keyword is set, and neither a tensor nor a number."""
+    """Return whether a keyword's value is an object: not None, a tensor or a number."""
     return not isinstance(call.keywords.get(name), Tensor | bool | int | float | None)
 
 
 @dataclass(slots=True)
 class _Record:
-    """Recorded calls of a shell's layers."""
+    """Calls of layers that stand-ins have recorded."""
 
     model: nn.Module
     in_tuples: bool  # return (hidden, None) from layers
@@ -87,7 +87,7 @@ class _Record:
 
 
 class _Recorder(StandIn):
-    """Replaces a layer and records its call."""
+    """Stand-in for a layer that records its call."""
 
     def __init__(self, layer: nn.Module, record: _Record, last: bool):
         super().__init__(layer)
@@ -106,7 +106,7 @@ class _Recorder(StandIn):
 
 
 class _Inject(StandIn):
-    """The only layer of the head's shell: returns the hidden state it was made with."""
+    """Stand-in for all layers that returns a given hidden state, for the head to run on."""
 
     def __init__(self, layer: nn.Module, given: Any):
         super().__init__(layer)
@@ -117,9 +117,9 @@ class _Inject(StandIn):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile and data parallelism of one process. Raises
-    UnsupportedError if a wrapper would average gradients over ranks, by hooks that a step does not
-    call."""
+    """Return the model inside torch.compile and single-process data parallelism. Raises
+    UnsupportedError for a wrapper that would average gradients over ranks, by hooks that a step
+    does not call."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ranks = torch.distributed.get_world_size(model.process_group)
@@ -143,8 +143,7 @@ STANDS_FOR_OTHER = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Return the tokens that the model embeds, of the same shape: some families replace tokens even
-    in text."""
+    """Return the token ids that the model embeds: some families replace ids even in text."""
     config = model.config
     if config.model_type not in READ_AS_PADDING:
         return input_ids
@@ -157,10 +156,10 @@ def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 
 class CausalLMStages:
-    """A causal LM as three stages: embed, layers, logits."""
+    """A causal LM in three stages that run separately: embedding, layers, head."""
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """`device` is the device that computes, if parameters may be elsewhere."""
+        """Take a model apart. `device` computes, if parameters may be elsewhere."""
         model = unwrapped(model)
         unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
         inner = unwrap() if callable(unwrap) else model
@@ -191,8 +190,8 @@ class CausalLMStages:
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
 
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
-        """From now on, run every layer, and every module between the layers and the logits, in the
-        shell that `shell` returns for it."""
+        """Run every layer, and every module between the layers and the logits, in a shell from now
+        on. `shell` returns a module that shares a module's weights and may have another forward."""
         self.running = [shell(layer) for layer in self.layers]
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         inside = {*path, self.decoder, self.layers}
@@ -200,12 +199,13 @@ class CausalLMStages:
         self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def settle(self, longest: int) -> None:
-        """Set the length of the sequence of later chunks, by which some RoPE chooses its table."""
+        """Set the longest position of the next sequences, since some RoPE chooses its table by
+        it."""
         if self._by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
     def in_place(self) -> "CausalLMStages":
-        """Return the same stages, run on the device of the parameters."""
+        """Return the same stages, running on the device of the parameters."""
         twin = copy.copy(self)
         twin._device = None
         return twin
@@ -226,7 +226,7 @@ class CausalLMStages:
 
     @property
     def width(self) -> int:
-        """Elements of a token's hidden state."""
+        """Number of elements of a token's hidden state."""
         return int(self.model.config.get_text_config().hidden_size)
 
     @property
@@ -239,8 +239,7 @@ class CausalLMStages:
         return [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
 
     def tied_across(self) -> str | None:
-        """Return the name of a parameter shared by a layer and a module outside the layers, if
-        any."""
+        """Return the name of a parameter that a layer shares with an outer module, or None."""
         inside = {id(p) for p in self.layers.parameters()}
         stack = ".".join([*self._path, self._layers_name, ""])
         for name, p in self.model.named_parameters(remove_duplicate=False):
@@ -249,12 +248,12 @@ class CausalLMStages:
         return None
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        """Return the input of layer 0 [B, C, hidden] and the call of each layer."""
+        """Return the input of layer 0, [B, C, hidden], and the call of each layer."""
         input_ids = tokens_as_read(self.model, input_ids)
         return self._record(input_ids=input_ids, position_ids=position_ids)
 
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
-        """Return the call of each layer on these positions, without an embedding lookup."""
+        """Return the call of each layer at these positions, without running the embedding."""
         return self._record(**self._without_lookup(batch, position_ids))[1]
 
     def _without_lookup(self, batch: int, position_ids: Tensor) -> dict[str, Tensor]:
@@ -275,9 +274,8 @@ class CausalLMStages:
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
-        """Return each layer's keywords that are None in these calls, and an object if the
-        decoder makes a cache. Families name them differently, and from transformers 5.24 on in
-        another way."""
+        """Return, for each layer, the keywords that are None without a cache and objects with one.
+        Families name them differently, and from transformers 5.24 on in another way."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
@@ -316,8 +314,8 @@ class CausalLMStages:
         )
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
-        """Run with layers that return their hidden state alone, as in most families, or in a tuple,
-        as Bamba's; the form that works is kept."""
+        """Run the body with stand-ins that return a layer's hidden state alone, as in most
+        families, or in a tuple, as Bamba's; the form that works is kept."""
         if self._in_tuples:
             return run(True)
         try:
@@ -332,23 +330,23 @@ class CausalLMStages:
         return found
 
     def kinds(self) -> list[tuple[Any, ...]]:
-        """Return how every layer is made and called: layers of one kind compute the same."""
+        """Return a key for each layer, equal for layers that compute and are called alike."""
         calls = self.calls(1, torch.zeros(1, 1, dtype=torch.long, device=self.device))
         made = (layer_signature(layer, index) for index, layer in enumerate(self.layers))
         return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
-        """Run one decoder layer on a chunk, [B, C, hidden] in and out."""
+        """Run one decoder layer on a chunk; its input and output are [B, C, hidden]."""
         return run_layer(self.running[index], hidden, call)
 
     @property
     def classifies(self) -> bool:
-        """True if its head is for a whole sequence, such as that of a reward model."""
+        """Return whether the head reads whole sequences, as that of a reward model does."""
         return isinstance(self.model, GenericForSequenceClassification)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Run final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab].
-        Raises UnsupportedError for a model that classifies."""
+        """Return the logits [B, T, vocab] from the output of the top layer, [B, T, hidden]. Raises
+        UnsupportedError for a head for whole sequences."""
         if self.classifies:
             raise UnsupportedError(
                 f"model: {type(self.model).__name__} has a head for whole sequences, which gives "
@@ -358,12 +356,12 @@ class CausalLMStages:
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Run the part above the layers: return logits, or the input of a head for whole
-        sequences."""
+        """Return the logits, or the input of a head for whole sequences, from the layers'
+        output."""
         return self.final(hidden) if self.classifies else self.logits(hidden)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """Return the head's input: the final norm of the top layer's output, [B, T, hidden]."""
+        """Return the head's input, [B, T, hidden]: the final norm of the top layer's output."""
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
 
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
@@ -385,8 +383,8 @@ class CausalLMStages:
         return found
 
     def in_copies(self) -> PreTrainedModel | None:
-        """Return the model with copies of the modules around its layers, which have their classes'
-        forwards; None if they have no others."""
+        """Return the model with copies of the modules around its layers, whose forwards are those
+        of their classes; None if no forward was replaced."""
         around = [
             self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))
         ]
@@ -399,28 +397,28 @@ class CausalLMStages:
         inner: nn.Module,
         shell: Callable[[nn.Module, dict[str, nn.Module]], nn.Module],
     ) -> PreTrainedModel:
-        """Return the model with another decoder, in shells of the modules on the path to it."""
+        """Return the model with another decoder, in copies of the modules on the path to it."""
         for depth in reversed(range(len(self._path))):
             holder = self.model.get_submodule(".".join(self._path[:depth]))
             inner = shell(holder, {self._path[depth]: inner})
         return cast(PreTrainedModel, inner)
 
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
-        """Copy a module that holds the layers, with other modules `inside` and the shells of its
-        other children."""
+        """Return a copy of a module that holds the layers, with the modules `inside` replaced and
+        its other children in shells."""
         children = module.named_children()
         return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
-    """Call a decoder layer, or its shell, as the model does."""
+    """Call a decoder layer, or its shell, with the model's arguments."""
     out = layer(hidden, *call.arguments, **call.keywords)
     return out[0] if isinstance(out, tuple) else out
 
 
 def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
-    """Return the stack of decoder layers, and the name of their list in it. get_decoder of some
-    families returns another module: ModernBertDecoder's is its head."""
+    """Return the module that holds the decoder layers, and the name of their list in it.
+    get_decoder of some families returns another module: ModernBertDecoder's is its head."""
     named = model.get_decoder()
     inside = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     stacks = [named] if named in inside and len(_lists(named)) == 1 else inside
@@ -446,7 +444,7 @@ def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
 
 
 def _lists(stack: nn.Module, config: Any = None) -> list[str]:
-    """Return the names of lists with num_hidden_layers modules."""
+    """Return the names of a module's lists with num_hidden_layers entries."""
     count = getattr(config or stack.config, "num_hidden_layers", None)
     return [
         name
@@ -469,8 +467,8 @@ def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules uncompiled inside the context. A module that is first called under a
-    dispatch mode would stay uncompiled permanently."""
+    """Run compiled modules uncompiled inside the context. A module first called under a dispatch
+    mode would otherwise stay uncompiled."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -479,8 +477,8 @@ def uncompiled() -> Iterator[None]:
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A dispatch mode for code that is not compiled. Any other mode tells the compiler so at every
-    operation, which takes as long as the smallest operation (torch 2.13)."""
+    """Dispatch mode that tells torch it runs uncompiled code. Any other mode tells the compiler so
+    at every operation, which takes as long as a small operation (torch 2.13)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -502,8 +500,9 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def _fusible(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield children worth compiling: norms (only vectors) and dense MLPs (matrices and an
-    activation), not attention, nor experts (tensors of three dimensions, or lists)."""
+    """Yield the children of a layer that are worth compiling: norms (modules with vectors only) and
+    dense MLPs (matrices and an activation). Attention and experts (tensors of three dimensions, or
+    lists) are not."""
     for child in layer.children():
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in child.modules()):
             continue  # has another forward during a step

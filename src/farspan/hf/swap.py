@@ -21,7 +21,7 @@ _ABSENT = object()
 
 
 def put(parts: Iterable[Part]) -> None:
-    """Put parts into a model for good."""
+    """Put attributes into a model for good."""
     for holder, name, value in parts:
         if isinstance(holder, dict):
             holder[name] = value
@@ -31,7 +31,7 @@ def put(parts: Iterable[Part]) -> None:
 
 @contextmanager
 def put_in(parts: Iterable[Part]) -> Iterator[None]:
-    """Put parts into a model inside the context, and restore those that were there before."""
+    """Put attributes into a model inside the context, and restore the earlier ones afterwards."""
     parts = list(parts)
     before = [(holder, name, _value(holder, name)) for holder, name, _ in parts]
     before.reverse()  # a part that is put in twice ends as it began
@@ -62,7 +62,10 @@ def shell_of(
     forward: Callable[..., Any] | None = None,
     own_forward: bool = False,
 ) -> Module:
-    """Return a shallow copy of a module with other parts; all others are shared.
+    """Return a shell of a module: a shallow copy with other parts, which shares everything else. A
+    `forward` among the parts is called with the shell and the module's arguments. A forward that
+    was set on the module itself (TRL's fused head, accelerate's autocast) would run its children
+    instead of the shell's, so a shell has the forward of its class unless `own_forward`.
 
     A `forward` is called with the shell and the module's arguments. One that was set on the module
     itself (TRL's fused head, accelerate's autocast) would run its children instead of the shell's,
@@ -83,8 +86,8 @@ def shell_of(
 
 
 class StandIn(nn.Module):
-    """Replaces a module in a shell and has its attributes, such as a layer's attention type, on
-    which families branch. The module is not registered as a submodule."""
+    """Module in place of another, with its attributes, such as a layer's attention type, on which
+    families branch. The module that it replaces is not registered as a submodule."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -98,12 +101,12 @@ class StandIn(nn.Module):
 
 
 def forwards(found: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
-    """Yield the parts that give modules another forward."""
+    """Yield the attributes that give modules another forward."""
     return ((vars(module), "forward", forward) for module, forward in found.items())
 
 
 def replacements(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Part]:
-    """Yield the parts that replace parameters under all their names: tied weights have several."""
+    """Yield the attributes that replace parameters, with all names of tied weights."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in others:

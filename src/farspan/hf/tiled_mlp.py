@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, attended, eager_experts, routed
-from farspan.hf.dropout import Draws, Place, still
+from farspan.hf.dropout import Draws, TokenRange, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
@@ -39,7 +39,7 @@ Add = Callable[[Sequence[nn.Parameter], Sequence[Tensor | None]], None]
 
 @dataclass(frozen=True, slots=True)
 class Tokenwise:
-    """A direct child of a decoder layer that works token by token."""
+    """A child of a decoder layer that computes each token on its own."""
 
     name: str
     outputs: int | None  # length of a returned tuple, of which only the first is used
@@ -55,9 +55,9 @@ def tiled(
     value: bool,
     draws: Draws | None = None,
 ) -> nn.Module:
-    """Return the layer's shell for cells of more than `tokens` tokens; smaller cells run without
-    tiles. `value`: the layer's output is read, not only differentiated. Otherwise values that no
-    gradient needs are NaN, so that any use shows."""
+    """Return a shell of the layer whose token-wise children run on tiles of `tokens` tokens.
+    Smaller cells run without tiles. `value` says that the layer's output is read; otherwise values
+    that no gradient needs are NaN, so that any use shows."""
     draws = draws or Draws(0, 0, 0, 0)
     return shell_of(
         layer,
@@ -71,7 +71,7 @@ def tiled(
 
 
 class _TiledModule(StandIn):
-    """Replaces a token-wise module and runs it tile by tile."""
+    """Module in place of a token-wise module that runs it tile by tile."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class _TiledModule(StandIn):
         return out if outputs is None else (out, *[None] * (outputs - 1))
 
     def answer(self, x: Tensor) -> Tensor:
-        """Return the output, or NaN if its value is not needed."""
+        """Return the module's output, or NaN if its value is not needed."""
         return self.whole(x) if self._value else blank(x)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Run the module on [B, C, h], tile by tile."""
+        """Run the module tile by tile on x, [B, C, h], without autograd."""
         out: Tensor | None = None
         for span in self._spans(x, self.draws.place):
             part = self._first(x[:, span].contiguous())
@@ -108,8 +108,8 @@ class _TiledModule(StandIn):
         assert out is not None
         return out
 
-    def gradient(self, x: Tensor, dout: Tensor, place: Place) -> Tensor:
-        """Return the gradient of x, whose tokens are at `place`; weight gradients are added tile by
+    def gradient(self, x: Tensor, dout: Tensor, place: TokenRange) -> Tensor:
+        """Return the gradient of x, whose tokens lie at `place`; add weight gradients tile by
         tile."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         dx = torch.empty_like(x)
@@ -135,8 +135,8 @@ class _TiledModule(StandIn):
         out = self._module(x)
         return out if self._child.outputs is None else out[0]
 
-    def _spans(self, x: Tensor, place: Place) -> Iterator[slice]:
-        """Yield the tiles, and set the place of each for dropout."""
+    def _spans(self, x: Tensor, place: TokenRange) -> Iterator[slice]:
+        """Yield the token range of each tile, after telling dropout about it."""
         tokens = x.shape[1]
         for start in range(0, tokens, self._tokens):
             stop = min(start + self._tokens, tokens)
@@ -146,12 +146,12 @@ class _TiledModule(StandIn):
 
 
 def blank(like: Tensor) -> Tensor:
-    """Return a single NaN, expanded to the shape of another tensor."""
+    """Return a tensor of NaN with the shape of another, in the memory of one element."""
     return like.new_full((), torch.nan).expand(like.shape)
 
 
 class _Tiled(torch.autograd.Function):
-    """A token-wise module of which autograd saves the input alone."""
+    """Autograd function of a token-wise module that saves only the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: _TiledModule) -> Tensor:
@@ -174,7 +174,7 @@ OFF = "leave mlp_chunk_size out"
 
 @dataclass(slots=True)
 class _ChildUse:
-    """Observations of a child during the probe."""
+    """Observations of one child of a layer during the probe."""
 
     calls: int = 0
     attends: bool = False
@@ -185,8 +185,8 @@ class _ChildUse:
 
 
 def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """Return the children of each layer that may run on tiles. Raises UnsupportedError if one that
-    is worth it may not, or a layer has none."""
+    """Return the children of each layer that may run on tiles. Raises UnsupportedError if a large
+    child may not, or if a layer has none."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
     with uncompiled(), routed(stages.model), still(stages.model), torch.no_grad():
@@ -198,8 +198,8 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """Return the likely children of a model without values, which allow no proof. Gradients
-    are taken to depend on a child's output if autograd saves it."""
+    """Return the children that probably may run on tiles, for a model without values, which allow
+    no proof. Gradients are taken to depend on a child's output if autograd saves it."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:
@@ -221,7 +221,7 @@ def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...
 
 @dataclass(slots=True)
 class _Probe:
-    """A check of one layer on random hidden states."""
+    """Check of one layer's children on random hidden states."""
 
     stages: CausalLMStages
     index: int
@@ -259,8 +259,8 @@ class _Probe:
             )
 
     def watch(self, layer: nn.Module, outputs: dict[str, Tensor]) -> dict[str, _ChildUse]:
-        """Run the layer and observe its children. A forward that was set on the layer itself may
-        bypass a shell's children, so it has none."""
+        """Run the layer and observe its children. The shell has the forward of its class: one that
+        was set on the layer may bypass the shell's children."""
         log: dict[str, _ChildUse] = {}
         if "forward" in layer.__dict__:
             return log
@@ -282,8 +282,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Find children whose output value gradients depend on, and check that tiles change
-        nothing."""
+        """Return the children whose output values gradients depend on, after checking that tiles
+        change nothing."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []
@@ -307,7 +307,7 @@ class _Probe:
         shell: nn.Module,
         total: dict[nn.Parameter, Tensor] | None = None,
     ) -> list[Tensor | None]:
-        """Return the gradients of the layer's input and weights, run in a shell."""
+        """Return the gradients of the layer's input and weights, with the layer in a shell."""
         dtype = next(layer.parameters()).dtype
         hidden = self.hidden.to(dtype).detach().requires_grad_()
         parameters = [p for p in layer.parameters() if p.requires_grad]
@@ -341,7 +341,7 @@ class _Probe:
 
 
 class _Watch(StandIn):
-    """Replaces a child and records its call and the tensors that autograd saves."""
+    """Stand-in for a child that records its call and the tensors that autograd saves."""
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ def _first_of(out: Any) -> Any:
 
 
 def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
-    """Return why a child is no function of each token alone; None if it is one."""
+    """Return the reason why a child does not compute each token on its own, or None if it does."""
     if seen.calls != 1:
         return f"it is called {seen.calls} times"
     if len(seen.arguments) != 1 or not isinstance(seen.arguments[0], Tensor):
@@ -408,12 +408,12 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
 
 
 def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
-    """Return a shell of the layer in which a child's output is NaN."""
+    """Return a shell of the layer in which one child's output is NaN."""
     return shell_of(layer, {name: _BlankOut(layer.get_submodule(name), outputs)})
 
 
 class _BlankOut(StandIn):
-    """Replaces a child and returns NaN for its output."""
+    """Stand-in for a child that returns NaN for its output."""
 
     def __init__(self, module: nn.Module, outputs: int | None):
         super().__init__(module)
@@ -425,7 +425,7 @@ class _BlankOut(StandIn):
 
 
 class _Blank(torch.autograd.Function):
-    """Replaces a value by NaN and passes its gradient on."""
+    """Autograd function that returns NaN and passes the gradient on."""
 
     @staticmethod
     def forward(_: Any, out: Tensor) -> Tensor:

@@ -116,8 +116,8 @@ def refuse_model(model: PreTrainedModel) -> None:
 
 
 def _refuse_attention(config: PretrainedConfig) -> None:
-    """Refuse a user's attention or mask function, which a step would not call. Those of
-    transformers, and of kernels that it loads, compute the same as a step."""
+    """Raise UnsupportedError for a user's attention or mask function, which a step would not call.
+    Those of transformers, and of kernels that it loads, compute the same as a step."""
     name = config._attn_implementation
     for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         function = known.get(name)
@@ -134,7 +134,7 @@ def _refuse_attention(config: PretrainedConfig) -> None:
 
 def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]:
     """Yield the dropouts that can draw the same numbers again (`hf.dropout`), by name: plain
-    modules in layers, such as those of adapters."""
+    modules in layers and in adapters."""
     if not model.training:
         return
     for name, module in text_modules(model):
@@ -147,8 +147,8 @@ def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]
 
 
 def refuse_dropout(model: PreTrainedModel, *, is_cut: bool = False) -> None:
-    """Raise UnsupportedError if a dropout cannot draw the same numbers again in a recomputed cell.
-    `is_cut`: layers have slices of their weights."""
+    """Raise UnsupportedError for a dropout that cannot draw the same numbers again in a recomputed
+    cell. `is_cut` says that layers have slices of their weights."""
     if not model.training:
         return
     known = {id(module): name for name, module in drawing_dropouts(model)}
@@ -172,8 +172,7 @@ def refuse_dropout(model: PreTrainedModel, *, is_cut: bool = False) -> None:
 
 
 def refuse_dropout_of_head(head: nn.Module) -> None:
-    """Raise UnsupportedError if a head has active dropout: it runs in pieces, and again in the
-    backward."""
+    """Raise UnsupportedError if a head, which runs again in the backward, has active dropout."""
     for name, module in head.named_modules():
         if module.training and any(probability > 0 for _, probability in _dropouts(module)):
             raise UnsupportedError(
@@ -205,8 +204,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def refuse_untrained(model: nn.Module) -> None:
-    """Raise UnsupportedError if a training step would give no gradients at all, or none to
-    adapters."""
+    """Raise UnsupportedError if a step would give no parameter a gradient, or no adapter."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError(
             "model: no parameter requires a gradient, so there is nothing to train; load "
@@ -224,8 +222,8 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
-    """Raise UnsupportedError for module hooks that would get a chunk's gradients in place of a
-    sequence's. With `over_ranks`, also for hooks of parameters, which would get a part."""
+    """Raise UnsupportedError for hooks that would see gradients of a chunk instead of a sequence.
+    With `over_ranks`, hooks of parameters too, since each rank has only a part of the gradient."""
     everywhere = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     for name, module in model.named_modules():
         if everywhere or module._backward_hooks or module._backward_pre_hooks:
@@ -243,8 +241,8 @@ def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
 
 
 def _packs_for_inference(module: nn.Module) -> bool:
-    """Return whether a four-bit linear module has other weights for processors with AVX512-BF16, or
-    makes them in eval mode (bitsandbytes 0.50)."""
+    """Return whether a 4-bit linear module has weights repacked for AVX512-BF16, or would repack
+    them in eval mode (bitsandbytes 0.50)."""
     weight: Any = module._parameters.get("weight")
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         return True
@@ -253,8 +251,7 @@ def _packs_for_inference(module: nn.Module) -> bool:
 
 
 def refuse_places(model: nn.Module) -> None:
-    """Raise UnsupportedError for weights on several devices, as `device_map` and offloading leave
-    them."""
+    """Raise UnsupportedError for weights on several devices, as `device_map` leaves them."""
     where = {str(parameter.device): name for name, parameter in model.named_parameters()}
     if len(where) > 1 or "meta" in where:
         found = ", ".join(f"{name} on {device}" for device, name in where.items())
@@ -284,12 +281,12 @@ def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def rope_types(config: PretrainedConfig) -> list[str]:
-    """Return the types of RoPE in a model: one, or one for each kind of layer."""
+    """Return the types of RoPE in a model, one for each kind of layer."""
     return [str(rope["rope_type"]) for rope in ropes(config).values()]
 
 
 def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-    """Return the parameters of each RoPE, by kind of layer; "" if all layers share one."""
+    """Return the RoPE parameters by kind of layer, under "" if all layers share one RoPE."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_kind = {kind: part for kind, part in parameters.items() if isinstance(part, dict)}
     found = by_kind or ({"": parameters} if parameters else {})
@@ -301,8 +298,9 @@ def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
-    """Return the tokens that a document may have: max_position_embeddings, or more if RoPE is
-    stretched; None: no limit. For a model, only stretching that its frequencies show counts."""
+    """Return the longest document in tokens: max_position_embeddings, or more with a stretched
+    RoPE; None without a limit. For a model, only stretching that shows in its frequencies
+    counts."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -313,7 +311,7 @@ def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
 
 
 def _far_kinds(config: PretrainedConfig) -> list[str]:
-    """Return the kinds of layers that attend over any distance; the others see a window, in which
+    """Return the kinds of layers that attend over any distance. The others see a window, in which
     positions differ by less."""
     return [kind for kind in ropes(config) if not kind.startswith(("sliding", "chunked"))]
 
@@ -331,8 +329,8 @@ def _reach(
 
 
 def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
-    """Return whether the model's frequencies are those of its configuration, which may have been
-    changed after the model was made. True for a family that keeps them elsewhere."""
+    """Return whether the model's RoPE frequencies are those of its configuration, which may have
+    been changed after the model was made. True for a family that keeps them elsewhere."""
     name, keywords = ("inv_freq", {}) if not kind else (f"{kind}_inv_freq", {"layer_type": kind})
     for _, module in text_modules(model):
         found, config = getattr(module, name, None), getattr(module, "config", None)
@@ -350,8 +348,7 @@ def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
 
 
 def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> None:
-    """Raise UnsupportedError if a document of this many tokens has positions that the model does
-    not know."""
+    """Raise UnsupportedError if the model lacks positions for a document of this many tokens."""
     limit = context_limit(model)
     if limit is None or tokens <= limit:
         return
@@ -382,8 +379,8 @@ def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> No
 
 
 def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
-    """Return overrides that give a model with RoPE positions for a document of this many tokens:
-    yarn if it has no scaling yet, else more of its own."""
+    """Return overrides that let a model with RoPE read a document of this many tokens: yarn if it
+    has no scaling yet, else more of its own."""
     text = config.get_text_config()
     limit: int = text.max_position_embeddings
     wider = {"max_position_embeddings": tokens}
@@ -410,12 +407,12 @@ def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
 
 
 def _rounded(factor: float) -> float:
-    """Round the factor up to two decimals."""
+    """Return the factor rounded up to two decimals."""
     return math.ceil(100 * factor) / 100
 
 
 def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
-    """Return whether a family reads yarn as such: Phi-3 reads longrope for it."""
+    """Return whether a family takes "yarn" at its word; Phi-3 reads longrope for it."""
     rope = {**ropes(config)[kind], "rope_type": "yarn", "factor": 2.0}
     given = {**ropes(config), kind: rope} if kind else rope
     try:
@@ -426,7 +423,7 @@ def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
 
 
 def _in_python(fields: dict[str, Any]) -> str:
-    """Return the statements that load a model with these fields."""
+    """Return Python statements that load a model with these fields."""
     lines = ["config = AutoConfig.from_pretrained(path)", "text = config.get_text_config()"]
     for name, value in fields.items():
         if not isinstance(value, dict):
@@ -438,7 +435,7 @@ def _in_python(fields: dict[str, Any]) -> str:
 
 
 def in_yaml(value: Any) -> str:
-    """Format a value for a run file, in one line."""
+    """Return a value as one line of YAML, for a run file."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {in_yaml(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -449,7 +446,7 @@ def in_yaml(value: Any) -> str:
 
 
 def describe_positions(model: PreTrainedModel | PretrainedConfig) -> list[str]:
-    """Describe in one line the RoPE of the layers, and how many tokens a document may have."""
+    """Return a line on the RoPE of the layers and the longest document."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit, found = context_limit(model), ropes(config)
     if limit is None and not found:
@@ -484,13 +481,12 @@ def _in_words(rope: dict[str, Any]) -> str:
 
 
 def chooses_by_length(config: PretrainedConfig) -> bool:
-    """Return whether tables depend on the longest position of a sequence, and on nothing before
-    it."""
+    """Return whether a RoPE's tables depend only on the longest position of a sequence."""
     return LONG_ROPE in rope_types(config)
 
 
 def settled(decoder: nn.Module, longest: int, device: torch.device) -> dict[str, nn.Module]:
-    """Return copies of the decoder's children with such tables, set for a sequence of `longest`
+    """Return copies of the decoder's RoPE modules with tables for a sequence of `longest`
     positions. For a chunk they return its part of the sequence's table. Raises UnsupportedError if
     a table is chosen in another way."""
     found = {
@@ -533,14 +529,13 @@ def _not_honoured(module: nn.Module) -> UnsupportedError:
 
 
 def reads_text_alone(model: PreTrainedModel) -> bool:
-    """Return whether text passes through every part of the model: its configuration is that of
-    text."""
+    """Return whether text passes through every part of the model, as in a model without images."""
     return model.config.get_text_config() is model.config
 
 
 def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that text passes through, by name: in a model that also reads images its
-    decoder and its head."""
+    """Yield the modules that text passes through, by name. In a model that also reads images these
+    are its decoder and its head."""
     decoder = model.get_decoder()
     if reads_text_alone(model) or decoder is None:
         yield from model.named_modules()
@@ -551,7 +546,7 @@ def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def freeze_unmet(model: PreTrainedModel) -> None:
-    """Freeze parameters that text cannot give gradients: an optimizer would hold states for
+    """Freeze parameters that text gives no gradients, so that optimizers hold no states for
     them."""
     met = {id(p) for _, module in text_modules(model) for p in module.parameters()}
     for parameter in model.parameters():

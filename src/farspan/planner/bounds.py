@@ -72,7 +72,7 @@ class ScheduleGrid:
     def lanes(self) -> tuple[Array, Array]:
         """Seconds per lane without the update, [K, 5, F], and the copy seconds of tensors on the
         host, [K, 2, 3, F]: fetch and evict; x, attention and activations."""
-        return _lanes(self)
+        return _lane_seconds(self)
 
     @cached_property
     def streams(self) -> bool:
@@ -111,8 +111,8 @@ class ScheduleGrid:
         return np.asarray(saves * self.splits.inner * row)
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
-        """Bytes of one saved cell, [F]; O and LSE count unless the buffer of attention outputs
-        holds those of every saved chunk."""
+        """Bytes of one saved cell, [F]. O and LSE count unless the buffer of attention outputs
+        holds them for every saved chunk."""
         outside = (self.saves.attention >= self.saves.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -180,29 +180,32 @@ def seconds(grid: ScheduleGrid, *, in_line: bool = False, update: bool = True) -
     return np.asarray(total + cell_prices.update * update)
 
 
-def _lanes(grid: ScheduleGrid) -> tuple[Array, Array]:
+def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
     cell_prices, splits, kv_kept = grid.cell_prices, grid.splits, grid.schedule.kv_kept
     parts, counts = splits.parts
-    each = [_part(grid, part) for part in parts]
+    each = [_layer_work(grid, part) for part in parts]
     size, choices = len(splits.sizes), len(grid.saves.graphs)
     work = counts @ np.stack([work for work, _ in each]).reshape(len(parts), -1)
     work = work.reshape(size, LANES, choices)
-    work[:, COMPUTE] += cell_prices.once(("outside", splits, kv_kept), lambda: _outside(grid))
+    work[:, COMPUTE] += cell_prices.once(("outside", splits, kv_kept), lambda: _outer_seconds(grid))
     work[:, COMPUTE] += cell_prices.clear
     work[:, COLLECTIVE] += grid.gathers
     if grid.streams:
         work[:, FETCH : EVICT + 1] += splits.streamed(cell_prices.prices)[..., None]
     moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
     moved = moved.reshape(size, LINK, 3, choices)
-    moved += cell_prices.once(("x", splits, kv_kept), lambda: _boundaries(grid))
+    moved += cell_prices.once(("x", splits, kv_kept), lambda: _boundary_bytes(grid))
     if grid.evaluates:
-        once, x = cell_prices.once(("reference",), lambda: _reference(grid)), _handed_on(grid)
+        once, x = (
+            cell_prices.once(("reference",), lambda: _reference_seconds(grid)),
+            _reference_x(grid),
+        )
         work, moved = work + once[:, None], moved + x[..., None]
     rates = np.array([cell_prices.prices.fetch_rate(), cell_prices.prices.evict_rate()])
     return work, np.asarray(moved / rates[:, None, None])
 
 
-def _part(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
+def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
     """Return one layer's seconds per lane, [5, F], and the bytes of its O, LSE and activations that
     are fetched and evicted, [2, 3, F]. Equal layers with equal roles share one result."""
     role, spec, alone = part
@@ -266,9 +269,9 @@ class _LayerCounts:
         return np.asarray(self.acts.of(act, choices) @ rows * cell_prices.row(kind, self.spec))
 
 
-def _reference(grid: ScheduleGrid) -> Array:
-    """Return the seconds per lane of the reference model's forward, [5], without FSDP's gathers and
-    the copies of x between groups. K, V lie on the tier of the open group's K, V."""
+def _reference_seconds(grid: ScheduleGrid) -> Array:
+    """Return the seconds per lane of the reference model's forward, [5]. FSDP's gathers and copies
+    of x between groups are not counted; K, V lie on the schedule's `kv` tier."""
     cell_prices, kind, prices = grid.cell_prices, grid.splits.kind, grid.cell_prices.prices
     lanes, on_host = cell_prices.lanes, grid.schedule.kv is Tier.HOST
     work = np.zeros(LANES)
@@ -286,7 +289,7 @@ def _reference(grid: ScheduleGrid) -> Array:
     return work
 
 
-def _handed_on(grid: ScheduleGrid) -> Array:
+def _reference_x(grid: ScheduleGrid) -> Array:
     """Return the bytes of x copied between groups or pipeline stages in the reference model's
     forward, [K, 2, 3]: fetch and evict; x, attention and activations."""
     cell_prices, kind, counts = grid.cell_prices, grid.splits.kind, grid.splits.counts[:, 0]
@@ -297,7 +300,7 @@ def _handed_on(grid: ScheduleGrid) -> Array:
     return moved
 
 
-def _boundaries(grid: ScheduleGrid) -> Array:
+def _boundary_bytes(grid: ScheduleGrid) -> Array:
     """Return the bytes copied of x and its gradient between groups, and of layer inputs that saved
     cells include, [K, 2, 3, F]: fetch and evict; x, attention and activations."""
     cell_prices, groups, kind = grid.cell_prices, grid.splits.counts, grid.splits.kind
@@ -313,13 +316,13 @@ def _boundaries(grid: ScheduleGrid) -> Array:
     inputs = cells * grid.cell_inputs.sum(axis=1, keepdims=True)
     moved = []
     for copy in Fetch, Evict:
-        each = (_at(grid, b, (copy, Kind.X), row) * n for b, n in numbers.items())
+        each = (_at_boundary(grid, b, (copy, Kind.X), row) * n for b, n in numbers.items())
         x = sum(each, np.zeros((len(groups), len(grid.zero))))
         moved.append(np.stack([x, np.zeros_like(x), inputs], axis=1))
     return np.stack(moved, axis=1)
 
 
-def _at(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
+def _at_boundary(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
     """Sum of `values` [chunks] over the boundary's instructions of one type, [K, F]."""
     found = acts(boundary, grid.schedule, is_cut=grid.is_cut)
 
@@ -331,13 +334,13 @@ def _at(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Arra
     return np.where(grid.splits.alone, total(grid.saves.without_graphs), total(grid.saves))
 
 
-def _outside(grid: ScheduleGrid) -> Array:
+def _outer_seconds(grid: ScheduleGrid) -> Array:
     """Return the seconds of the embedding and the head on this rank, [K, F]."""
     lanes, several, kind = grid.cell_prices.lanes, grid.splits.counts > 1, grid.splits.kind
     earlier, last = Boundary.EARLIER, Boundary.LAST
     if kind.is_stage:
         earlier = last = Boundary.STAGE
-    enters = (_at(grid, above, ENTERS, lanes.embed) for above in (earlier, last))
+    enters = (_at_boundary(grid, above, ENTERS, lanes.embed) for above in (earlier, last))
     passes = np.where(several, *enters) * kind.is_first
     head = lanes.head.sum() * kind.is_last
     if grid.is_cut:
@@ -361,7 +364,7 @@ def peaks(grid: ScheduleGrid) -> Peaks:
     """Peak bytes per tier, [K, F, T], without what cells allocate beyond their graphs."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
-    device, host = once(key, lambda: _fullest(grid))
+    device, host = once(key, lambda: _arena_peaks(grid))
     slots_key = "slots", grid.splits, s.kv_kept, s.attention_open
     slots = once(slots_key, lambda: device_slots(grid))
     return Peaks(device + (slots + fixed(grid)), host + grid.splits.on_host)
@@ -370,7 +373,7 @@ def peaks(grid: ScheduleGrid) -> Peaks:
 def least(grid: ScheduleGrid) -> Peaks:
     """Return a lower bound of the bytes that holds for any tiers: device [K, F, 1], host [K, 1, 1].
     Staging slots and tensors saved for the backward are left out."""
-    phases = zip(_first(grid), _backward(grid), strict=True)
+    phases = zip(_forward_kv(grid), _backward_kv(grid), strict=True)
     device, host = (_fullest_group(grid, np.maximum(*pair)) for pair in phases)
     return Peaks(device + fixed(grid), host + grid.splits.on_host)
 
@@ -382,18 +385,18 @@ def _fullest_group(grid: ScheduleGrid, sizes: Array) -> Array:
     return np.stack([sizes[slice(*pair)].max(axis=0) for pair in ends])
 
 
-def _fullest(grid: ScheduleGrid) -> Array:
+def _arena_peaks(grid: ScheduleGrid) -> Array:
     """Return the peak bytes of the device and host arenas, [2, K, F, T]."""
     groups = grid.splits.groups
     once, splits = grid.cell_prices.once, grid.splits
-    device = once(("on device", splits), lambda: spread(_kept(grid), ON_DEVICE))
-    host = once(("on host", splits), lambda: spread(_kept(grid), ON_HOST))
-    first, backward = _first(grid), _backward(grid)
+    device = once(("on device", splits), lambda: spread(_saved(grid), ON_DEVICE))
+    host = once(("on host", splits), lambda: spread(_saved(grid), ON_HOST))
+    first, backward = _forward_kv(grid), _backward_kv(grid)
     if grid.streams:
         sums = grid.splits.weight_slots(grid.cell_prices.prices, gradients=True)
         backward = backward[0] + sums[groups.split][..., None], backward[1]
     if grid.schedule.attention_open:
-        size = _open(grid)[..., None]
+        size = _open_attention(grid)[..., None]
         device = np.maximum(
             device + first[0], device + backward[0] + size * ON_DEVICE[:, ATTENTION]
         )
@@ -407,24 +410,24 @@ def _fullest(grid: ScheduleGrid) -> Array:
 # -- phases ------------------------------------------------------------------------------------
 
 
-def _first(grid: ScheduleGrid) -> tuple[Array, Array]:
+def _forward_kv(grid: ScheduleGrid) -> tuple[Array, Array]:
     """Bytes of K, V on device and on host while a group runs forward, [P, 1, 1] each."""
-    own, _, waiting = _kv(grid)
+    own, _, waiting = _kv_bytes(grid)
     s = grid.schedule
     is_copied = s.kv_kept and s.kv is Tier.DEVICE and s.kv_home is Tier.HOST
     goes_home = (is_copied and not grid.splits.kind.is_stage) & ~grid.splits.groups.is_last
-    device, host = _tiers(grid, own, waiting)
+    device, host = _by_tier(grid, own, waiting)
     return device[..., None], (host + own * goes_home)[..., None]
 
 
-def _backward(grid: ScheduleGrid) -> tuple[Array, Array]:
+def _backward_kv(grid: ScheduleGrid) -> tuple[Array, Array]:
     """Bytes of K, V, dK, dV on device and on host while a group runs backward, [P, 1, 1] each."""
-    own, gradients, waiting = _kv(grid)
-    device, host = _tiers(grid, own + gradients, waiting)
+    own, gradients, waiting = _kv_bytes(grid)
+    device, host = _by_tier(grid, own + gradients, waiting)
     return device[..., None], host[..., None]
 
 
-def _kv(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
+def _kv_bytes(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
     """Bytes of a group's K, V, of its dK, dV, and of the K, V of groups below, [P, 1] each."""
     sums, groups = grid.cell_prices.sums, grid.splits.groups
     own = sums.kv[groups.stop] - sums.kv[groups.first]
@@ -432,21 +435,22 @@ def _kv(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
     return own, gradients, sums.kv[groups.first] * grid.schedule.kv_kept
 
 
-def _tiers(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Array]:
-    """Return the bytes on device and on host of the open group and of groups that wait."""
+def _by_tier(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Array]:
+    """Split K, V into device and host bytes. `size` [P, 1] belongs to the group that runs,
+    `waiting` to groups that wait for their backward."""
     on_host = grid.schedule.kv is Tier.HOST
     if on_host or grid.schedule.kv_home is Tier.HOST:
         return size * (not on_host), waiting + size * on_host
     return size + waiting, np.zeros_like(size)
 
 
-def _kept(grid: ScheduleGrid) -> Array:
+def _saved(grid: ScheduleGrid) -> Array:
     """Bytes of x, attention and activations saved by a group and all groups below, [P, 3, F]."""
     cell_prices, saves, groups = grid.cell_prices, grid.saves, grid.splits.groups
     sums, layers, is_last = cell_prices.sums, len(cell_prices.model.layers), groups.is_last
     graphs = np.where(is_last, grid.last_graphs[groups.split], saves.graphs)
     kind = grid.splits.kind
-    # A stage hands on its output and keeps its input.
+    # A stage sends its output to the next stage and saves its input.
     left = 0 if kind.is_stage else cell_prices.tokens
     received = groups.index + (kind.is_stage and not kind.is_first)
     x = np.where(is_last, cell_prices.latest(graphs), left)
@@ -465,7 +469,7 @@ def _kept(grid: ScheduleGrid) -> Array:
     return np.stack([x, attention, cells + inputs * cell_prices.cells(saves.graphs)], axis=1)
 
 
-def _open(grid: ScheduleGrid) -> Array:
+def _open_attention(grid: ScheduleGrid) -> Array:
     """Bytes of O and LSE that the open group holds until its backward ends, [P, F]."""
     cell_prices, saves, groups = grid.cell_prices, grid.saves, grid.splits.groups
     kind = grid.splits.kind
@@ -500,12 +504,12 @@ def fixed(grid: ScheduleGrid) -> Array:
 
 
 def momentary(grid: ScheduleGrid) -> Array:
-    """Return the cached result of `_momentary`, [K, F]."""
+    """Return the cached result of `_graphs_and_gradients`, [K, F]."""
     key = "momentary", grid.splits, grid.schedule.layer_checkpoint
-    return grid.cell_prices.once(key, lambda: _momentary(grid))
+    return grid.cell_prices.once(key, lambda: _graphs_and_gradients(grid))
 
 
-def _momentary(grid: ScheduleGrid) -> Array:
+def _graphs_and_gradients(grid: ScheduleGrid) -> Array:
     """Return the peak bytes of graphs and gradients, which lie outside the arenas, [K, F]. The peak
     is at one of two moments. While the first group to run backward runs its first chunk, only
     earlier batches of the step have left gradients, and the graphs are those of the largest group.
@@ -542,7 +546,7 @@ def device_slots(grid: ScheduleGrid) -> Array:
             len(cell_prices.chunks) > 1
         )
         kv, dkv = (max(cell_prices.row(k, spec) for spec in layers) for k in (Kind.KV, Kind.DKV))
-        own = np.minimum(2, _crossings(grid, Kind.KV))
+        own = np.minimum(2, _copies(grid, Kind.KV))
         size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
     if grid.streams:
         size = size + grid.splits.weight_slots(cell_prices.prices, gradients=False)[..., None]
@@ -568,11 +572,11 @@ def _attention_slots(grid: ScheduleGrid) -> Array:
     widest = np.maximum(grid.splits.last, grid.splits.widest_earlier)
     if grid.splits.kind.is_stage:
         widest = np.full_like(widest, grid.splits.kind.widest)
-    crossings = _crossings(grid, Kind.ATTENTION)
+    crossings = _copies(grid, Kind.ATTENTION)
     return np.asarray(np.minimum(widest + 1, crossings), dtype=np.float64)
 
 
-def _crossings(grid: ScheduleGrid, kind: Kind) -> Array:
+def _copies(grid: ScheduleGrid, kind: Kind) -> Array:
     """Copies between device and host per step of one kind of tensor, [K, F]."""
     parts, counts = grid.splits.parts
     each = np.ones(len(grid.cell_prices.chunks))

@@ -187,7 +187,7 @@ def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int
     return list(found)
 
 
-# -- what cells hold ------------------------------------------------------------------------------
+# -- transient memory of cells ---------------------------------------------------------------------
 
 
 class RankWalk(Walk):
@@ -277,7 +277,7 @@ def walk(
 ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: the number of slots
 
 
-def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
+def representative_chunks(question: Question, schedule: Schedule) -> list[int] | None:
     """Return a few chunks with the same peak as all: the first and last of each run of chunks that
     save the same tensors. None stands for all chunks, needed if queries choose pages."""
     if schedule.sparse is not None:
@@ -313,7 +313,7 @@ class Sized:
 def outlined(question: Question, schedule: Schedule) -> Sized:
     """Return `size` from programs of a few chunks (outlines), in a tenth of the time. The bytes are
     the same unless buffers with equally long lifetimes are placed in another order."""
-    return _sized(question, walk(question, schedule, telling_chunks(question, schedule)))
+    return _sized(question, walk(question, schedule, representative_chunks(question, schedule)))
 
 
 def size(question: Question, schedule: Schedule) -> Sized:

@@ -96,10 +96,10 @@ def _save_counts(space: Space, chunks: int) -> SaveCounts:
     return SaveCounts(pairs[:, 0], pairs[:, 1], chunks)
 
 
-def taken(grids: RankGrids, of: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
+def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
     """Bytes of the fullest device and of a rank's share of main memory, both [K, F, T], and of each
     kind of rank's device, [kinds, K, F, T], with messages and kernels' workspaces."""
-    each = [of(grid) for grid in grids]
+    each = [bound(grid) for grid in grids]
     for found, grid in zip(each, grids, strict=True):
         found.device += grid.cell_prices.passing
     if len(each) == 1:
@@ -111,14 +111,15 @@ def taken(grids: RankGrids, of: Callable[[ScheduleGrid], Peaks] = peaks) -> tupl
 
 def fullest(grids: RankGrids, devices: Array) -> Array:
     """Return the device bytes of the kind of rank that takes the most; `devices` is [kinds, ...].
-    On unified memory return a rank's mean share of one machine."""
+    On unified memory return the mean of one machine's ranks."""
     if grids[0].cell_prices.question.machine.unified:
         return together(grids, devices)
     return np.asarray(devices.max(axis=0))
 
 
 def together(grids: RankGrids, sizes: Array) -> Array:
-    """Return a rank's mean share of one machine's memory; `sizes` is [kinds, ...]."""
+    """Return the memory of the fullest machine, divided by its ranks; `sizes` is [kinds, ...], the
+    bytes of one rank of each kind."""
     if len(grids) == 1:
         return np.asarray(sizes[0])
     question, kinds = grids[0].cell_prices.question, [grid.splits.kind for grid in grids]
@@ -181,7 +182,8 @@ def states_do_not_fit(question: Question) -> bool:
 
 
 def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
-    """Return the `count` schedules with the most free memory, one per split and switches."""
+    """Return the `count` schedules with the most free memory by their bounds. Schedules that differ
+    only in save fractions or open tiers count once."""
     found = []
     for grids, schedule, sizes in space_grids(question, space):
         bytes_, _ = taken(grids)

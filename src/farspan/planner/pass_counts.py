@@ -88,8 +88,8 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each choice, [F]. Choices in one class save none, some or all chunks of each
-        tensor alike, and save more chunks of the same tensor."""
+        """Class of each choice, [F]. In one class, each tensor is saved for no chunk, for some or
+        for all, and the same tensor is saved for more chunks."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -103,9 +103,9 @@ class SaveCounts:
         return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
-# -- what passes do, read off small programs ------------------------------------------------------
+# -- instruction counts, read off small programs --------------------------------------------------
 
-# Instructions by what they are about: forwards by mode or the buffer they write to, copies by the
+# Instructions by purpose: forwards by mode or the buffer that they write to, copies by the
 # kind of buffer, loads of a group's input.
 Act = tuple[type, str]
 COMPUTES: Act = Forward, AttentionMode.COMPUTE
@@ -118,7 +118,7 @@ _GROUP = 3
 _GROUPS = (_GROUP,) * 3
 _MODEL = ModelSpec("outline", 1, 1, (LayerSpec(1, 1, 1, 1),) * sum(_GROUPS), 2)
 _CHUNKS = (0, 1), (1, 2)
-# The stage that runs it, if any, and its layers or boundary there.
+# For each role or boundary: the pipeline stage, if any, and its layers or boundary in `_MODEL`.
 _AT: dict[Role | Boundary, tuple[int | None, tuple[int, ...]]] = {
     Role.INNER: (None, (3, 4)),
     Role.TOP: (None, (5,)),
@@ -138,8 +138,8 @@ _SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """Number of instructions of each type per chunk, [8]: one per case (`SaveCounts.cases`). Roles
-    and boundaries with equal numbers share one object."""
+    """Number of instructions of each type per chunk, in the cells of one role or at one boundary.
+    An array [8] has one number for each case of `SaveCounts.cases`."""
 
     counts: dict[Act, Counts]
 
@@ -152,8 +152,9 @@ class Acts:
 
 
 def acts(place: Role | Boundary, schedule: Schedule, *, is_cut: bool = False) -> Acts:
-    """Instruction counts of one role or boundary, with x, attention and activations on the host;
-    the least where its layers differ. With `is_cut` the backward waits for the whole head."""
+    """Return how often the cells of one role, or copies at one boundary, run each instruction.
+    Tensors saved for the backward are on the host. Of layers with one role the smallest count is
+    taken. With `is_cut` the backward waits for the whole head."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), is_cut)
 
 
@@ -303,7 +304,8 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: of many, those where even and tapered splits peak."""
+        """Groups whose memory is computed. A split into many groups has a few: where even and
+        tapered splits peak."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -318,7 +320,7 @@ class GroupSplits:
         index, first, stop, is_last = (table[:, [column]] for column in range(1, 5))
         return Groups(table[:, 0], np.array(at), index, first, stop, is_last.astype(bool))
 
-    # -- states and what gathering them takes ----------------------------------------------------
+    # -- states, and gathering or streaming of weights -------------------------------------------
 
     @cached_property
     def held(self) -> list[States]:

@@ -234,11 +234,11 @@ def plan_as_written(
     return replace(plan, reason=breaks_first(plan), remedies=remedies, alternatives=others)
 
 
-def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
+def _is_same(question: Question, first: Schedule, second: Schedule) -> bool:
     """Return whether two schedules are equal, with groups given by one size or by all sizes."""
     layers, stages = len(question.model.layers), question.layout.pipeline
-    ranges = [group_ranges(schedule, layers, stages) for schedule in (one, other)]
-    return ranges[0] == ranges[1] and replace(one, groups=other.groups) == other
+    ranges = [group_ranges(schedule, layers, stages) for schedule in (first, second)]
+    return ranges[0] == ranges[1] and replace(first, groups=second.groups) == second
 
 
 def _compared(plan: Plan, best: Plan) -> str:
@@ -310,7 +310,7 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """Plan of a strategy at the longest context, up to the plan's, in `most` seconds a step."""
+    """Plan of a strategy at the longest context, up to the plan's, in `most` seconds per step."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)

@@ -194,7 +194,7 @@ class Prices:
     question: Question
     program: Program
     together: bool = True
-    counts: Sequence[int] = ()  # layers that each stands for in a fold (timeline.fold)
+    counts: Sequence[int] = ()  # layers that each layer represents in a fold (timeline.fold)
     rates: Rates = field(init=False)
     collectives: Collectives = field(init=False)
     sparse: SparsePrices = field(init=False)
@@ -498,7 +498,7 @@ class Prices:
     # -- weights in main memory --------------------------------------------------------------------
 
     def _group_bytes(self, layers: Range | None, *, gradients: bool) -> int:
-        if (layers, gradients) not in self._sums:  # the cuts of a search share many groups
+        if (layers, gradients) not in self._sums:  # the splits of a search share many groups
             bytes_of = partial(group_bytes, self.question.model, gradients=gradients)
             each = () if layers is None else self._times(layers)
             size = sum(bytes_of((i, i + 1)) * times for i, times in each)
@@ -543,7 +543,7 @@ class Prices:
         return fetched + self._begin(sums), sums / self.evict_rate()
 
     def streamed_once(self, groups: Sequence[Range]) -> float:
-        """Seconds of fetching these groups' weights and those outside the layers, once."""
+        """Seconds of fetching these groups' weights and the outer modules' weights, once."""
         size = sum(self._group_bytes(group, gradients=False) for group in (*groups, None))
         return size / self.fetch_rate()
 

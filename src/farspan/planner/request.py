@@ -412,9 +412,10 @@ def read_margin(given: str | int) -> float | int:
 
 
 def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
-    """Return the bytes of the margin of a device and of a node's main memory. A share includes the
-    machine's reserve. None means `SHARE` of a device, and no margin of main memory, whose reserve
-    is enough. On unified memory only the host has a margin. Raises UnsupportedError."""
+    """Return the bytes that a plan should leave free on a device and in a node's main memory.
+    `given` is a size or a share, which includes the machine's reserve. None means `SHARE` of a
+    device, and no margin of main memory, whose reserve is enough. On unified memory only the host
+    has a margin. Raises UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
     host = 0 if given is None else _share_bytes(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:

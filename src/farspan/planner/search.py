@@ -143,7 +143,7 @@ class Frontier:
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
-        """Raise the bound to that of the choices that may fit."""
+        """Recompute the lower bound of time over only the choices whose memory may fit."""
         self.is_settled = True
         self._bound(self.fits())
 
@@ -206,7 +206,8 @@ class Frontier:
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def held(self, kind: int, cells: "TransientCache") -> Array:
-        """Transient bytes of a kind's cells beyond those in `within`, [S, 1] per kind of rank."""
+        """Transient bytes of a kind's cells that `within` did not count, [S, 1] for S kinds of
+        rank."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:

@@ -33,7 +33,7 @@ class Sharing:
     ranks: int = 1  # devices that share `.grad`, by rows
     tensor: int = 1  # devices that share the weights of layers, by heads and features
     apart: bool = False  # sums are added over devices, so they are not `.grad`, however wide it is
-    stages: int = 1  # of a pipeline, which share what lies outside the layers as well
+    stages: int = 1  # of a pipeline, which also share the modules outside the layers
 
     def own(self, layers: int, outer: int) -> int:
         """Return one device's share of elements or bytes, in the layers and outside."""
@@ -103,7 +103,7 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
     group = max(sum(layer.work.parameters for layer in of) for of in layers)
     trained = max(sum(layer.work.trainable for layer in of) for of in layers)
     whole = sharing.slice(group) * (sharing.ranks > 1 or away)
-    if question.layout.cuts_weights():  # ranks of all stages share what lies outside the layers
+    if question.layout.cuts_weights():  # ranks of all stages share the modules outside the layers
         whole += outer
     needs_sum = sharing.apart or final < wide
     own = _own(sharing, model.trainable, outer_trained)

@@ -53,7 +53,7 @@ from farspan.program.program import (
     Release,
 )
 
-WITHIN = BETWEEN = 1  # layers or groups at either end of a folded run that stand for themselves
+WITHIN = BETWEEN = 1  # layers or groups at either end of a folded run that are not folded
 LONGEST_PERIOD = 12  # layers, or groups, of a repeating period
 BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
 # Cells issued but not finished: CUDA queues about 1,024 launches, and a cell has 50 to 170.
@@ -90,7 +90,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class _Use:
+class _LastUses:
     """Times of the last write and of the last use of one chunk of a buffer."""
 
     written: float
@@ -98,13 +98,13 @@ class _Use:
 
 
 @dataclass(slots=True)
-class _Held:
+class _LiveBuffer:
     """A buffer between its Allocate and its Free, with the last uses of its chunks."""
 
     buffer: Buffer
-    every: _Use  # any place, including the slot's
-    whole: _Use  # all places at once
-    places: defaultdict[int, _Use]
+    every: _LastUses  # any place, including the slot's
+    whole: _LastUses  # all places at once
+    places: defaultdict[int, _LastUses]
 
 
 @dataclass(slots=True)
@@ -113,8 +113,8 @@ class _Clock:
 
     prices: Prices
     costs: list[Cost]
-    held: dict[str, _Held] = field(default_factory=dict)
-    freed: list[_Held] = field(default_factory=list)
+    held: dict[str, _LiveBuffer] = field(default_factory=dict)
+    freed: list[_LiveBuffer] = field(default_factory=list)
     free: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # from when a lane is free
     ready: list[float] = field(default_factory=lambda: [IDLE] * len(Lane))  # for this instruction
     ends: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # of this instruction
@@ -136,7 +136,7 @@ class _Clock:
         steps = zip(program.instructions, footprints(program), self.costs, strict=True)
         for self.index, (i, accesses, cost) in enumerate(steps):
             if accesses or not isinstance(i, Allocate | Free | Close):
-                self._look(accesses)
+                self._set_ready(accesses)
                 if isinstance(i, (Forward, Backward)):
                     self._cell(i, cost)
                 else:
@@ -148,7 +148,7 @@ class _Clock:
                         self.issued = max(self.issued, self.updated[i.group])
                     lane = accesses[0][0] if accesses else COMPUTE
                     start = self._start(lane)
-                    self._do(lane, start, start + cost.in_line())
+                    self._occupy(lane, start, start + cost.in_line())
                 self._note_uses(accesses)
             elif isinstance(i, Allocate):
                 self._allocate(i.buffer)
@@ -164,10 +164,10 @@ class _Clock:
         buffer = self.prices.program.buffers[name]
         old = (held for held in self.freed if overlap(held.buffer, buffer))
         owned = max((held.every.used for held in old), default=0.0)
-        unused = partial(_Use, owned, owned)
-        self.held[name] = _Held(buffer, unused(), unused(), defaultdict(unused))
+        unused = partial(_LastUses, owned, owned)
+        self.held[name] = _LiveBuffer(buffer, unused(), unused(), defaultdict(unused))
 
-    def _look(self, accesses: list[Access]) -> None:
+    def _set_ready(self, accesses: list[Access]) -> None:
         """Set the time from which each lane may run its part of the instruction."""
         ready, held = self.ready, self.held
         ready[:] = IDLE, IDLE, IDLE
@@ -196,7 +196,7 @@ class _Clock:
         """Return when the lane is free, its inputs are ready and the launch is done."""
         return max(self.free[lane], self.ready[lane], self.issued)
 
-    def _do(self, lane: Lane, start: float, end: float) -> None:
+    def _occupy(self, lane: Lane, start: float, end: float) -> None:
         if lane is COMPUTE:
             self.last_start = start
             self.more += (self.count - 1) * (end - self.free[lane])
@@ -221,7 +221,7 @@ class _Clock:
         if self.ready[FETCH] > IDLE:
             self._stream(i.chunk, cost, start, busy)
         else:
-            self._do(COMPUTE, start, max(start + busy, self.issued + cost.host))
+            self._occupy(COMPUTE, start, max(start + busy, self.issued + cost.host))
         self.issued += cost.host
         self.queued.append(self.free[COMPUTE])
 
@@ -237,15 +237,15 @@ class _Clock:
             # The last block is fetched when the block before in its slot is no longer in use.
             fetched = max(fetched, start + (blocks - BLOCK_SLOTS) * compute + fetch)
         end = max(start + busy, fetched + compute)
-        self._do(FETCH, fetched - cost.fetch, fetched)
+        self._occupy(FETCH, fetched - cost.fetch, fetched)
         self.ends[EVICT] = self._start(EVICT)
         if cost.evict:
             begin = max(self.ends[EVICT], start + compute)
             evicted = max(begin + cost.evict, end + evict)
             end = max(end, evicted - BLOCK_SLOTS * evict)
-            self._do(EVICT, evicted - cost.evict, evicted)
+            self._occupy(EVICT, evicted - cost.evict, evicted)
         end = max(end, self.issued + cost.host)
-        self._do(COMPUTE, start, end)
+        self._occupy(COMPUTE, start, end)
         self.block_slot = end - compute
 
     # -- collectives of a group ---
@@ -289,8 +289,9 @@ def fold(
 
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
-    """Return indices that represent a whole row, each with its number of entries. Both ends stay,
-    and of each repeating period `once` on either side and one for all others."""
+    """Return indices of entries that represent a whole row, each with the number of entries that it
+    represents. Both ends stay. Of each repeating period between them, `once` copies stay on either
+    side, and one represents all others."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(

@@ -13,8 +13,8 @@ from farspan.profile.attention_kernels import (
     Kernel,
     Memory,
     MetaTensor,
-    OfQueries,
     PaddedSizes,
+    QueryTensors,
     TiledSizes,
     as_width,
     column,
@@ -185,12 +185,12 @@ def _attend_backward(
     sinks: MetaTensor | None,
 ) -> tuple[MetaTensor, MetaTensor, MetaTensor, MetaTensor | None]:
     width = wide(q.width)
-    of_queries = OfQueries(dout, q, *attended)
+    query_tensors = QueryTensors(dout, q, *attended)
     dq = _Sum(q.shape, width)
-    dk, dv = _gradients(call, of_queries, k, v, own_blocks(call), dq)
+    dk, dv = _gradients(call, query_tensors, k, v, own_blocks(call), dq)
     for visit in visits(call):
         keys, values = _stored(k, visit), _stored(v, visit)
-        _gradients(call, of_queries, keys, values, visit, dq)
+        _gradients(call, query_tensors, keys, values, visit, dq)
     dsinks = None
     if sinks is not None:
         dsinks = _sink_gradient(dout, attended[0], attended[1], sinks)
@@ -237,7 +237,7 @@ class _Sum:
 
 def _gradients(
     call: Call,
-    of_queries: OfQueries,
+    query_tensors: QueryTensors,
     keys: MetaTensor,
     values: MetaTensor,
     visit: tuple[Block, ...],
@@ -245,7 +245,7 @@ def _gradients(
 ) -> tuple[MetaTensor, MetaTensor]:
     dk, dv = _Sum(keys.shape, dq.width), _Sum(values.shape, dq.width)
     for block in visit:
-        queries = OfQueries(*(_queries(x, block) for x in of_queries))
+        queries = QueryTensors(*(_queries(x, block) for x in query_tensors))
         k, v = _keys(keys, block), _keys(values, block)
         parts = call.kernel.backward(queries, k, v, block)
         dq.add(parts[0])

@@ -129,7 +129,7 @@ def merge(out: MetaTensor, lse: MetaTensor, part_out: MetaTensor, part_lse: Meta
     pointwise(lse, part_lse)
 
 
-class OfQueries(NamedTuple):
+class QueryTensors(NamedTuple):
     """Inputs of a backward with one row per query, as in `attention.backends.BackwardQueries`."""
 
     dout: MetaTensor
@@ -157,9 +157,11 @@ class FlashSizes:
         del mask
         return out, lse
 
-    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
-        mask = self._mask(of.q, block)
-        parts = [x.memory.new(x.shape, x.width, heads_first=False) for x in (of.q, k, v)]
+    def backward(
+        self, queries: QueryTensors, k: MetaTensor, v: MetaTensor, block: Block
+    ) -> Gradients:
+        mask = self._mask(queries.q, block)
+        parts = [x.memory.new(x.shape, x.width, heads_first=False) for x in (queries.q, k, v)]
         del mask
         return parts[0], parts[1], parts[2]
 
@@ -187,11 +189,13 @@ class PaddedSizes:
         out, lse = self.inner.forward(q, k, wide_v, block)
         return _cut(out, v.shape[3]), lse
 
-    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
-        dout, q, out, wide_k, wide_v = map(self._wide, (of.dout, of.q, of.out, k, v))
-        padded = OfQueries(dout, q, out, of.lse)
+    def backward(
+        self, queries: QueryTensors, k: MetaTensor, v: MetaTensor, block: Block
+    ) -> Gradients:
+        dout, q, out, wide_k, wide_v = map(self._wide, (queries.dout, queries.q, queries.out, k, v))
+        padded = QueryTensors(dout, q, out, queries.lse)
         dq, dk, dv = self.inner.backward(padded, wide_k, wide_v, block)
-        return _cut(dq, of.q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
+        return _cut(dq, queries.q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
 
     def _wide(self, x: MetaTensor) -> MetaTensor:
         if x.shape[3] == self.width:
@@ -248,8 +252,10 @@ class TiledSizes:
         values = as_width(v, scores.width)
         return scores.memory.new((*weights.shape[:3], values.shape[3]), scores.width)
 
-    def backward(self, of: OfQueries, k: MetaTensor, v: MetaTensor, block: Block) -> Gradients:
-        dout, q, out, lse = of
+    def backward(
+        self, queries: QueryTensors, k: MetaTensor, v: MetaTensor, block: Block
+    ) -> Gradients:
+        dout, q, out, lse = queries
         width, kv_heads = wide(q.width), k.shape[1]
         dq, dk, dv = (pointwise(x, width=width) for x in (q, k, v))
         for rows, tiles in row_tiles(block):

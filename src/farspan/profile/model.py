@@ -243,7 +243,7 @@ class ProfiledCells:
         return attention_bytes(spec, call, run, kind.tokens, heads_first, kind.chooses)
 
 
-def _lines_of(made: KindProfile, kind: CellKind) -> CellLines:
+def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
     """Return the lines of a cell's form, or of the nearest measured form. A layer may lack lines
     without the unread product, or with tiles."""
     named = form(
@@ -255,7 +255,7 @@ def _lines_of(made: KindProfile, kind: CellKind) -> CellLines:
     )
     whole = named.removesuffix(" tiled")
     near = named, named.replace(" unread", ""), whole, whole.replace(" unread", "")
-    return next(made.cells[name] for name in (*near, named.split()[0]) if name in made.cells)
+    return next(profile.cells[name] for name in (*near, named.split()[0]) if name in profile.cells)
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ Access = tuple[Lane, str, int, bool]  # the lane, buffer and place, and whether 
 
 
 @dataclass(slots=True)
-class _Walk:
+class _RegisterWalk:
     """Walk through a program that tracks which buffers each register is a view of."""
 
     program: Program
@@ -261,7 +261,7 @@ def _writes(*places: Place) -> list[Access]:
 
 def footprints(program: Program) -> Iterator[list[Access]]:
     """Yield the accesses of each instruction, in the program's order."""
-    walk = _Walk(program)
+    walk = _RegisterWalk(program)
     return map(walk.with_weights if walk.streams else walk.of, program.instructions)
 
 
@@ -331,7 +331,7 @@ def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order,
 
 
 @dataclass(slots=True)
-class _Last:
+class _LatestAccess:
     """Latest instructions, by lane, that wrote and that read one chunk of a buffer."""
 
     written: list[int] = field(default_factory=_never)
@@ -348,16 +348,16 @@ class _Tracked:
 
     buffer: Buffer
     owners: list[int]  # by lane: the last earlier use of its addresses
-    every: _Last = field(default_factory=_Last)  # of any place
-    whole: _Last = field(default_factory=_Last)  # of all places at once
-    places: dict[int, _Last] = field(default_factory=dict)
+    every: _LatestAccess = field(default_factory=_LatestAccess)  # of any place
+    whole: _LatestAccess = field(default_factory=_LatestAccess)  # of all places at once
+    places: dict[int, _LatestAccess] = field(default_factory=dict)
 
-    def place(self, place: int) -> _Last:
+    def place(self, place: int) -> _LatestAccess:
         if place == WHOLE:
             return self.whole
         found = self.places.get(place)
         if found is None:
-            found = self.places[place] = _Last()
+            found = self.places[place] = _LatestAccess()
         return found
 
     def used(self, lane: int) -> int:
@@ -405,7 +405,8 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Raise `after`, the instruction to wait for by lane, to those that one access needs."""
+        """Update `after`, the latest instruction to wait for on each lane, by the waits of one
+        access."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]
@@ -450,10 +451,13 @@ def _raise(after: list[int], to: list[int]) -> None:
         after[2] = evicted
 
 
-def overlap(one: Buffer, other: Buffer) -> bool:
+def overlap(first: Buffer, second: Buffer) -> bool:
     """Return whether two buffers have bytes of an arena in common."""
-    apart = one.address + one.bytes <= other.address or other.address + other.bytes <= one.address
-    return one.tier is other.tier and not apart
+    apart = (
+        first.address + first.bytes <= second.address
+        or second.address + second.bytes <= first.address
+    )
+    return first.tier is second.tier and not apart
 
 
 Cell = tuple[int, int]  # layer, chunk

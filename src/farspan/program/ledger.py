@@ -46,7 +46,7 @@ class Ledger:
     chunks: tuple[Range, ...]
     groups: tuple[Range, ...]
     share: Share
-    walked: Sequence[int]  # chunks that passes go through: all, except in an outline
+    walked: Sequence[int]  # chunks that passes go through: all, or a few in an outline
     is_cut: bool = False  # the forward ends with the head's values, and the backward is separate
     cut: int = 0  # index of the backward's first instruction
     instructions: list[Instruction] = field(default_factory=list)

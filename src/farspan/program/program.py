@@ -63,7 +63,7 @@ class Buffer:
 
     name: str
     kind: Kind
-    layer: int  # the layer, or the boundary of `x`; -1 for slots, which serve any
+    layer: int  # the layer, for x the group that reads it; -1 for slots, which any layer uses
     tier: Tier
     start: int  # first row held (program.layout), or first token of the chunks of cells
     stop: int  # one past the last
@@ -353,9 +353,9 @@ def regions(
     return tuple(found)
 
 
-def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
+def regions_bytes(tensors: tuple[Region, ...], tokens: int) -> int:
     """Return the bytes of a buffer of `tokens` rows with these tensors."""
-    return sum(aligned(region.row_bytes() * tokens) for region in found)
+    return sum(aligned(region.row_bytes() * tokens) for region in tensors)
 
 
 def row_bytes(kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int) -> int:

@@ -328,7 +328,7 @@ class Allocator:
 
     def malloc(self, size: int, stream: int = 0) -> int:
         """Return the address of `size` bytes for work on the stream; 0 for size 0. Raises
-        OutOfMemory."""
+        NativeOutOfMemory."""
         made = ctypes.c_void_p()
         size, stream = whole("size", size), whole("stream", stream)
         self._call("malloc", size, stream, ctypes.byref(made))
@@ -381,7 +381,7 @@ class Allocator:
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
         """Follow these rows from the next iteration on, or no plan for (). Raises NativeError for a
-        row beyond the arena, and OutOfMemory if the capacity has no room for the arena."""
+        row beyond the arena, and NativeOutOfMemory if the capacity has no room for the arena."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
 
     def begin_iteration(self) -> None:

@@ -190,7 +190,7 @@ class CachingAllocator:
         self._top = 0  # lowest address never used
 
     def malloc(self, tensor: int, size: int, stream: int = 0) -> None:
-        """Allocate a tensor. Raises OutOfMemory, after all unused memory has been released."""
+        """Allocate a tensor. Raises SimulatedOutOfMemory once no unused memory is left."""
         self._mallocs += 1
         while self._waiting and self._waiting[0][0] <= self._mallocs:
             self._recycle(self._waiting.popleft()[1])

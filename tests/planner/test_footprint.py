@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from farspan.planner import search as thrift
+from farspan.planner import search as planner_search
 from farspan.planner.evaluate import PAGE, evaluate
 from farspan.planner.request import Budget, Plan
 from farspan.planner.search import Choices, FootprintSearch, SearchEffort
@@ -59,7 +59,7 @@ def search(monkeypatch: pytest.MonkeyPatch, *found: Found) -> tuple[Plan, Plan, 
         host = Budget({"x": schedule.host * PAGE}, 2**40)
         return replace(known, strategy=name, host=host, seconds=seconds)
 
-    monkeypatch.setattr(thrift, "simulated", simulated)
+    monkeypatch.setattr(planner_search, "simulated", simulated)
     frontiers: Any = [Open(list(found))]
     searched = FootprintSearch(asked, frontiers, Any)  # type: ignore[arg-type]
     best = searched.search(known, LIMIT, SearchEffort(float("inf")))
