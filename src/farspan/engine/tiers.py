@@ -59,8 +59,7 @@ PAGEABLE = (
 
 
 class Arena:
-    """Memory of one tier, in which one program's buffers lie. Invariant: its memory never moves
-    while views are alive; `reserve` and `release` may only be called between steps.
+    """Memory of one tier, in which one program's buffers lie.
 
     Invariant: the block never moves while views of it are alive; `reserve` and `release` may only
     be called between steps.
@@ -219,7 +218,7 @@ def _touch(block: Tensor) -> None:
 
 
 def _pin(block: Tensor, device: torch.device) -> None:
-    """Lock pages for copies. torch's own pinned allocator would round the block up to a power of two
+    """Lock pages for copies. torch's own pinned allocator would round the size up to a power of 2
     and cache it when freed: 70 GB would take 128."""
     with torch.cuda.device(device):
         status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
