@@ -272,7 +272,7 @@ def test_memory_is_given_back(fails: bool) -> None:
         step.progress = fail
         with contextlib.suppress(RuntimeError):
             step(*DATA)
-    slabs = [step.arenas[tier]._slab for tier in Tier]
+    slabs = [step.arenas[tier]._block for tier in Tier]
     held = [weakref.ref(slab.untyped_storage()) for slab in slabs]
     del slabs
     step.release()
@@ -403,7 +403,7 @@ def test_a_device_apart_computes_everything_and_main_memory_keeps_the_model(name
     assert len(gradients_) == len(list(model.parameters()))
     kept = (*model.parameters(), *model.buffers(), *gradients_)
     assert {tensor.device.type for tensor in kept} == {"cpu"}
-    assert step.arenas[Tier.DEVICE]._slab.is_meta
+    assert step.arenas[Tier.DEVICE]._block.is_meta
 
 
 def test_a_device_is_given_for_weights_in_main_memory_alone() -> None:

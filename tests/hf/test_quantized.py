@@ -266,7 +266,7 @@ def test_streamed_bytes_are_those_of_the_packing(folder: Path) -> None:
     assert 0 <= step.weights.nbytes - held < 5 * (16 + 256)
     parts = (part for p in model.parameters() for part in parts_of(p))
     (slab,) = {part.untyped_storage().data_ptr() for part in parts}
-    assert slab == step.weights._weights._slab.untyped_storage().data_ptr()
+    assert slab == step.weights._weights._block.untyped_storage().data_ptr()
     program = step.program(1, TOKENS)
     sizes = [sum(map(sum, of_layers[a:b])) for a, b in program.groups]
     slots = [program.buffers[f"weights.slot.{n}"].bytes for n in (0, 1)]
@@ -285,7 +285,7 @@ def test_modules_have_packed_weights_in_slots_while_a_step_runs(folder: Path) ->
     met: list[bool] = []
 
     def look(progress: Progress) -> None:
-        slab = step.arenas[Tier.DEVICE]._slab.untyped_storage().data_ptr()
+        slab = step.arenas[Tier.DEVICE]._block.untyped_storage().data_ptr()
         for module, weight in zip(modules, own, strict=True):
             assert module.weight is not weight
             assert type(module.weight) is type(weight)

@@ -263,11 +263,7 @@ def here(
     device: torch.device | None = None,
     dtypes: Sequence[torch.dtype] = DTYPES[:2],
 ) -> MachineSpec:
-    """Return the rates of this machine with a device, by default its GPU if it has one. They come
-    from the file that `farspan calibrate` wrote. Without a fitting file they are measured quickly,
-    once, in these dtypes, and saved next to it. Files of other hardware, CPU threads or another
-    torch do not fit. `progress` receives a message when a measurement starts, with the file that
-    will hold it.
+    """Return the rates of this machine with a device, by default its GPU if it has one.
 
     They come from the file that `farspan calibrate` wrote; else they are measured quickly, once, in
     these dtypes, and kept next to that file. Measurements with other hardware, CPU threads or

@@ -59,8 +59,7 @@ PAGEABLE = (
 
 
 class Arena:
-    """Memory of one tier, in which one program's buffers lie. Invariant: its memory never moves
-    while views are alive; `reserve` and `release` may only be called between steps.
+    """Memory of one tier, in which one program's buffers lie.
 
     Invariant: the block never moves while views of it are alive; `reserve` and `release` may only
     be called between steps.

@@ -100,7 +100,8 @@ class Judged:
     most: float = float("inf")  # limit of `ratio`
 
     def passed(self, loss: float) -> bool:
-        """Return whether all errors and that of the loss, `loss`, are within their limits."""
+        """Return whether all gradient errors, and the loss error `loss`, are within their
+        limits."""
         within = all(e.error <= e.limit for e in self.errors) and loss <= self.loss
         return within and (self.ratio is None or self.ratio <= self.most)
 

@@ -62,10 +62,7 @@ def shell_of(
     forward: Callable[..., Any] | None = None,
     own_forward: bool = False,
 ) -> Module:
-    """Return a shell of a module: a shallow copy with other parts, which shares everything else. A
-    `forward` among the parts is called with the shell and the module's arguments. A forward that
-    was set on the module itself (TRL's fused head, accelerate's autocast) would run its children
-    instead of the shell's, so a shell has the forward of its class unless `own_forward`.
+    """Return a shell of a module: a shallow copy with other parts, which shares everything else.
 
     A `forward` is called with the shell and the module's arguments. One that was set on the module
     itself (TRL's fused head, accelerate's autocast) would run its children instead of the shell's,

@@ -227,7 +227,6 @@ class CellPrices:
         return np.asarray(self._latest[chunks])
 
     def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
-        """Return the number of keys in the last `chunks` chunks of the sequence, [F]."""
         return np.asarray(self._latest_keys[chunks])
 
     def cells(self, chunks: NDArray[np.int64]) -> Array:

@@ -352,9 +352,7 @@ def evaluate(
     question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
 ) -> Plan:
     """Return the plan of a schedule: bytes on each tier, seconds of the slowest rank, its
-    bottleneck. A schedule that does not fit cannot run, so it is not simulated: its time is the
-    busiest lane's where copies overlap with computation. (Eight strategies of Llama-3-70B at 16M
-    tokens have a million instructions.)
+    bottleneck.
 
     A schedule that does not fit cannot run, so its lanes are not simulated: its time is the busiest
     lane's where copies overlap with computation. (Eight strategies of Llama-3-70B at 16M tokens

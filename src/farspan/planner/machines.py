@@ -117,14 +117,11 @@ class MachineFile:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the presets."""
     return tuple(_presets())
 
 
 def machine(name_or_path: str | Path) -> MachineSpec:
-    """Return the machine named by a card in any usual writing, or read from a JSON file. `4x4090`
-    is a machine with four cards. Raises UnsupportedError for an unknown name, naming close ones,
-    and for a file that is not a machine, naming the field.
+    """Return the machine named by a card in any usual writing, or read from a JSON file.
 
     For `4x4090` the machine has four cards. Raises UnsupportedError for an unknown name, naming
     close ones, and for a file that is not a machine, naming the field.
@@ -469,7 +466,6 @@ def _mapping(path: str, value: object, where: str) -> Mapping[str, Any]:
 
 
 def _rates_to_json(rates: Rates) -> dict[str, Any]:
-    """Return the fields of the rates that differ from their defaults."""
     values: dict[str, Any] = {}
     for f in fields(Rates):
         value = getattr(rates, f.name)

@@ -372,7 +372,6 @@ class GroupSplits:
 
     @cached_property
     def firsts(self) -> list[Index]:
-        """First layers of each split's groups."""
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:

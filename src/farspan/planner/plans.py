@@ -242,7 +242,6 @@ def _is_same(question: Question, first: Schedule, second: Schedule) -> bool:
 
 
 def _compared(plan: Plan, best: Plan) -> str:
-    """Return a sentence that compares a written plan, which fits, with the best plan."""
     share = best.seconds.total / plan.seconds.total
     if not best.fits or share > 1 - TOLERANCE:
         return f"as written; {AUTO} finds nothing faster"
@@ -534,7 +533,6 @@ def _leanest_of(question: Question, name: str) -> Schedule:
 
 
 def _candidates(question: Question, name: str) -> list[Schedule]:
-    """Return the leanest schedules of a strategy; only `grouped` has more than one."""
     if name != GROUPED:
         return [named_schedule(question, name, MOST_NAMED)]
     candidates = roomiest(question, leanest(question), CANDIDATES)
@@ -562,7 +560,6 @@ def best_sparse(
 ) -> Plan:
     """Return the best plan with `question.sparse`, among the schedules that `search` finds for
     dense attention. If no sparse plan fits but a dense one would, dense attention is the remedy.
-    Raises UnsupportedError, also for several devices.
 
     Raises UnsupportedError, also for several devices.
     """

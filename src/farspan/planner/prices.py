@@ -89,7 +89,6 @@ class TiledPrices:
         return self._feed_forward(i) + self.moved(moved)
 
     def _feed_forward(self, i: Forward | Backward) -> float:
-        """Return the seconds of the feed-forward's forward, tile by tile."""
         work = self.program.model.layers[i.layer].work
         products = work.products[len(work.products) - work.feed_forward :]
         return sum(self.products(products, tokens) for tokens in self.cells.sizes(i))

@@ -215,12 +215,10 @@ def _at_least(size: int) -> tuple[str, int]:
 
 
 def _devices(question: Question) -> Changes:
-    """Yield more devices of the same machine."""
     yield from _sharing(question, question.machine.devices)
 
 
 def _machines(question: Question) -> Changes:
-    """Yield devices of several machines."""
     for remedy, changed in _sharing(question, MOST_DEVICES):
         if changed.layout.devices() > question.machine.devices:
             yield remedy, changed

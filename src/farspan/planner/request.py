@@ -119,7 +119,6 @@ class Question:
 
     @property
     def fused(self) -> bool:
-        """Return whether the loss runs on farspan's own kernel; false without a profile."""
         known = self.profile is not None and self.profile.variant.fused
         return known and self.loss.ids == 1
 
@@ -203,7 +202,6 @@ def loss_of(
 
 
 def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
-    """Return the references that a loss may have, the default first."""
     off = (Reference.ADAPTERS_OFF,) * adapters
     if kind in (LossKind.SFT, LossKind.ORPO):
         return (Reference.NONE,)
@@ -277,7 +275,6 @@ class Plan:
     alternatives: tuple["Plan", ...] = field(default=())
 
     def __str__(self) -> str:
-        """Return the text that `farspan plan` prints."""
         text: str = load("farspan.report.plan", "plan_text")(self)
         return text
 
@@ -335,7 +332,6 @@ class Plan:
         return run.batch * run.tokens * layout.data / self.seconds.total
 
     def _loss_json(self) -> dict[str, str]:
-        """Return the loss and its reference for `--json`, unless the loss is a plain mean."""
         loss = self.question.loss
         return {"loss": loss.kind, "reference": loss.reference} if loss.is_cut else {}
 

@@ -206,7 +206,7 @@ class Frontier:
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def held(self, kind: int, cells: "TransientCache") -> Array:
-        """Transient bytes of a kind's cells that `within` did not count, [S, 1] for S kinds of
+        """Transient bytes of a kind's cells beyond those in `within`, [S, 1] for S kinds of
         rank."""
         split, alike = divmod(kind, KINDS)
         held = []
@@ -240,7 +240,6 @@ class _Queue:
         self._settle()
 
     def _settle(self) -> None:
-        """Settle the first frontier until the first one stays first."""
         while self._heap and not self._heap[0][2].is_settled:
             _, at, frontier = heapq.heappop(self._heap)
             frontier.settle()

@@ -231,7 +231,6 @@ def drive_seconds(question: Question) -> float:
 
 
 def _host_update(question: Question, final: int, element: int) -> float:
-    """Return the seconds per element of an update on the host."""
     machine, wide = question.machine, question.model.accumulate_bytes()
     shared = machine.host_memory / question.near()
     # Without a master copy, the weight itself goes there and back.

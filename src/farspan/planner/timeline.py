@@ -179,7 +179,7 @@ class _Clock:
                     ready[lane] = end
 
     def _note_uses(self, accesses: list[Access]) -> None:
-        """Record the instruction's end as the last use of the buffers that it reads and writes."""
+        """Record when the instruction ends, as the last use of its buffers."""
         held, ends = self.held, self.ends
         for lane, name, place, writes in accesses:
             known, end = held[name], ends[lane]

@@ -256,7 +256,6 @@ class Walk:
         self.outer |= names
 
     def _close(self, i: Close) -> None:
-        """Turn the group's sums into `.grad` one weight at a time, if `.grad` is narrower."""
         if not self.sums_apart:
             return
         layers = range(*self.program.groups[i.group])

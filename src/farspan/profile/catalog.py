@@ -272,7 +272,6 @@ def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _close(model: str) -> str:
-    """Return a suggestion of presets with similar names, or a list of presets."""
     names = {preset.name.lower(): preset.name for preset in presets()}
     near = difflib.get_close_matches(model.lower().split("/")[-1], names, CLOSE, cutoff=0.5)
     if near:

@@ -126,9 +126,7 @@ def far_bytes(
     in_slots: bool = False,
 ) -> int:
     """Return the peak bytes of attention to chosen pages in one chunk's forward or backward, on a
-    CPU. Left out are the tensors that the result is added to, and slabs if they lie `in_slots`. The
-    peak is reached if all pages of a slab are distinct and it has its largest size. aten's flash
-    attention takes up to 0.3 MB per thread in addition.
+    CPU. Left out are the tensors that the result is added to, and slabs if they lie `in_slots`.
 
     Reached if all pages of a slab are distinct and it has its largest size. In addition, aten's
     flash attention takes up to 0.3 MB a thread.

@@ -220,7 +220,7 @@ def _measuring() -> str:
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
-    """Convert profiles of one model at several ranks to plain values, without lines that never
+    """Convert profiles of a model at several ranks to plain values, without lines that never
     peak."""
     values = [_plain(profile) for profile in profiles]
     _prune(values)
@@ -265,7 +265,7 @@ def _prune(values: Sequence[Any]) -> None:
 
 
 def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
-    """Yield the indices of lines that no other line exceeds in every number of every profile."""
+    """Yield the indices of lines that no other line exceeds in every number and profile."""
     rows = [[number for line in lines for number in line] for lines in zip(*peaks, strict=True)]
     for place, row in enumerate(rows):
         others = (above for other, above in enumerate(rows) if above != row or other < place)

@@ -375,8 +375,7 @@ class Held:
         return sum(stop - start for start, stop in self.ranges)
 
     def row(self, position: int) -> int:
-        """Return the number of held positions before `position`: its row in buffers, if it is
-        held."""
+        """Return the number of held positions before this one: its row, if it is held."""
         held = (min(stop, max(start, position)) - start for start, stop in self.ranges)
         return sum(held)
 

@@ -223,8 +223,7 @@ class _RegisterWalk:
         return found
 
     def _chosen(self, prefix: str, place: Place) -> list[Access]:
-        """Return the reads of chosen page numbers: by the cell, and by the lane that streams
-        pages."""
+        """Return the reads of chosen page numbers, by the cell and the lane that streams pages."""
         return [(lane, *place, False) for lane in {COMPUTE, self._reader(prefix)}]
 
     def _backward(self, i: Backward) -> list[Access]:
@@ -405,8 +404,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Update `after`, the latest instruction to wait for on each lane, by the waits of one
-        access."""
+        """Update `after`, the instruction to wait for on each lane, by the waits of one access."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]

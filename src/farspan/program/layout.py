@@ -420,7 +420,6 @@ class Parallel:
         return Layout(**self._extents(), data=self.data or ranks // asked, fsdp=self.fsdp)
 
     def describe(self) -> str:
-        """Return the extents and the ranks that they need, as words."""
         extents = {**self._extents(), "data": self.data or 1}
         found = [f"{name} {n}" for name, n in extents.items() if n > 1] or ["1"]
         many = "" if self.data is not None else " or a multiple"

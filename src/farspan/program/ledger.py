@@ -77,8 +77,8 @@ class Ledger:
         chunks: range | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """Open a buffer for a layer's tensors of some or all chunks, on the kind's tier by
-        default."""
+        """Open a buffer for a layer's tensors of some or all chunks, by default on the usual
+        tier."""
         tier = RESIDENCY[kind].tier_of(self.schedule) if tier is None else tier
         chunks = range(len(self.chunks)) if chunks is None else chunks
         rows = rows_of(self.share, kind)
@@ -170,7 +170,6 @@ class Ledger:
         self.emit(Clear(zeros), *(Evict(zeros, name, c) for c in self.walked))
 
     def turn(self, ring: tuple[str, ...]) -> str:
-        """Return the next slot of a ring."""
         turn = self.turns[ring] = self.turns.get(ring, -1) + 1
         return ring[turn % len(ring)]
 

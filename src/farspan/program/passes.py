@@ -144,7 +144,6 @@ class Group:
             )
 
     def _open_pages(self, layer: int) -> None:
-        """Allocate the buffers of the layer's page means and of its chosen pages."""
         ledger, sparse = self.ledger, self.ledger.schedule.sparse
         choosing = self.choosing(layer)
         if sparse is None or not choosing:

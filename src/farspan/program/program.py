@@ -45,7 +45,7 @@ MODE_COMPUTE, MODE_NONE, MODE_GIVEN, MODE_HELD = AttentionMode  # fast in loops,
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One tensor in a buffer; each token has one row, and rows are contiguous."""
+    """A tensor in a buffer, with one row per token; rows are contiguous."""
 
     name: str
     offset: int  # bytes from the buffer's address
