@@ -29,12 +29,12 @@ MODELS = f"{ALLOCATOR}src/farspan_memory/compare/"
 # read of it in days. The first number only goes down; raising it takes a decision page, which says
 # what was gained. A file belongs to the package whose path is the longest that it begins with.
 BUDGETS = {
-    "core": (24_460, 20_000),
+    "core": (24_430, 20_000),
     "planner": (12_150, 10_500),
-    "train": (15_570, 11_500),
+    "train": (15_550, 11_500),
     "posttrain": (830, 1_300),
     "sparse": (4_280, 4_300),
-    "people": (5_450, 4_500),
+    "people": (5_360, 4_500),
     "allocator": (3_600, 4_200),  # without its C++ and MODELS, which are 1,191 more
     "benchmarks": (8_890, 6_500),  # without the allocator's, which go with their package
 }
