@@ -155,6 +155,7 @@ class BlockKernel(Protocol):
 
     def split(self, block: Block) -> tuple[Block, ...]:
         """Divide a block into blocks that the kernel computes in one call each."""
+        return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
@@ -229,7 +230,7 @@ class CpuFlash:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaFlash:
+class CudaFlash(BlockKernel):
     """aten's flash attention for CUDA (FA2, or its registered replacement).
 
     It takes bf16, fp16; D == Dv, a multiple of 8 up to 256; tensors [B, S, H, D]; and supports GQA
@@ -239,9 +240,6 @@ class CudaFlash:
     """
 
     softcap: None = None
-
-    def split(self, block: Block) -> tuple[Block, ...]:
-        return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
@@ -435,7 +433,7 @@ def visible(block: Block, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled:
+class Tiled(BlockKernel):
     """A kernel in plain PyTorch for cases that no vendor supports.
 
     These are soft caps, values wider or narrower than keys, fp32 on CUDA, and any other device.
@@ -447,9 +445,6 @@ class Tiled:
 
     softcap: float | None = None
     tile: int = 512
-
-    def split(self, block: Block) -> tuple[Block, ...]:
-        return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
