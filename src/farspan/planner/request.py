@@ -183,7 +183,7 @@ def loss_of(
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
     loss = LossKind(kind)
-    can = _references(loss, adapters=adapters)
+    can = tuple(r for r in loss.row.references if adapters or r is not Reference.ADAPTERS_OFF)
     found = can[0] if reference is None else reference
     if found not in can:
         advice = f"; set it to {can[0]}"
@@ -200,15 +200,6 @@ def loss_of(
             f"ids: expected a whole number above 0, only with loss {LossKind.DISTILL}, got {ids!r}"
         )
     return Objective(loss, Reference(found), ids or (DISTILLED if many else 1))
-
-
-def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
-    """Return the references that a loss may have, the default first."""
-    off = (Reference.ADAPTERS_OFF,) * adapters
-    if kind in (LossKind.SFT, LossKind.ORPO):
-        return (Reference.NONE,)
-    found = Reference.STORED, Reference.FROZEN, *off
-    return (Reference.NONE, *found) if kind is LossKind.GRPO else found
 
 
 def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
