@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import itemgetter
-from typing import TypeVar, dataclass_transform
+from typing import NamedTuple, TypeVar, dataclass_transform
 
 VERSION = "0.1.0"
 
@@ -60,8 +60,7 @@ class Reference(StrEnum):
     STORED = "stored"  # with the data
 
 
-@dataclass(frozen=True, slots=True)
-class LossRow:
+class LossRow(NamedTuple):
     """Properties of a kind of loss."""
 
     references: tuple[Reference, ...] = (Reference.NONE,)  # that it may have, the default first
@@ -150,10 +149,9 @@ class Kernels:
     deterministic: bool = False  # on CUDA, the same bits from the same step, slower
 
     def __post_init__(self) -> None:
-        known = tuple(AttentionKernel)
-        if self.attention not in known:
+        if self.attention not in tuple(AttentionKernel):
             raise UnsupportedError(
-                f"attention: expected one of {', '.join(known)}, got {self.attention!r}"
+                f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
             )
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
         for field in ("fused", "accumulate", "compile", "deterministic"):

@@ -186,10 +186,8 @@ def loss_of(
     can = tuple(r for r in loss.row.references if adapters or r is not Reference.ADAPTERS_OFF)
     found = can[0] if reference is None else reference
     if found not in can:
-        advice = f"; set it to {can[0]}"
-        if len(can) == 1:
-            advice = "; leave it out"
-        elif found == Reference.ADAPTERS_OFF:
+        advice = "; leave it out" if len(can) == 1 else f"; set it to {can[0]}"
+        if len(can) > 1 and found == Reference.ADAPTERS_OFF:
             advice = "; adapters-off needs adapters: give lora, their rank, such as 16"
         raise UnsupportedError(
             f"reference: loss {loss} expects {' or '.join(can)}, got {found!r}{advice}"
