@@ -78,12 +78,12 @@ class LossKind(StrEnum):
 
     row: LossRow
 
-    def __new__(cls, name: str, row: LossRow = LossRow()) -> "LossKind":
+    def __new__(cls, name: str, *row: LossRow) -> "LossKind":
         kind = str.__new__(cls, name)
-        kind._value_, kind.row = name, row
+        kind._value_, (kind.row,) = name, row
         return kind
 
-    SFT = "sft"  # a mean of token losses, in one pass
+    SFT = "sft", LossRow()  # a mean of token losses, in one pass
     DPO = "dpo", LossRow(_COMPARED, ("beta", "label_smoothing", "by_length", "reference"), True)
     IPO = "ipo", LossRow(_COMPARED, ("beta", "reference"), paired=True)
     ORPO = "orpo", LossRow(keys=("beta",), paired=True)

@@ -328,7 +328,7 @@ def test_ids_are_of_distillation(kind: str, ids: int) -> None:
 
 def test_a_new_kind_of_loss_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a reference, unless its row has one; and it takes the keys of its row."""
-    plain = add_member(monkeypatch, LossKind, "plain")
+    plain = add_member(monkeypatch, LossKind, "plain", LossRow())
     paired = add_member(
         monkeypatch, LossKind, "both", LossRow((Reference.FROZEN,), ("beta", "reference"), True)
     )
