@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import itemgetter
-from typing import TypeVar, dataclass_transform
+from typing import NamedTuple, TypeVar, dataclass_transform
 
 VERSION = "0.1.0"
 
@@ -52,24 +52,6 @@ class Quantization(StrEnum):
         return cls.NF4 if word in ("nf4", "4", "4bit", "bnb4bit", "loadin4bit", "qlora") else None
 
 
-class LossKind(StrEnum):
-    """The training loss. All but `sft` are computed from log-probabilities of the whole sequence,
-    after which the backward runs from their gradient (`Step.logprobs`)."""
-
-    SFT = "sft"  # a mean of token losses, in one pass
-    DPO = "dpo"
-    IPO = "ipo"
-    ORPO = "orpo"
-    KTO = "kto"
-    GRPO = "grpo"
-    DISTILL = "distill"
-
-    @property
-    def of_loops(self) -> bool:
-        """True if the loss is only for a user's own training loop, not for a run file."""
-        return self in (LossKind.KTO, LossKind.GRPO)
-
-
 class Reference(StrEnum):
     """Where the log-probabilities of the reference model or teacher in a loss come from."""
 
@@ -77,6 +59,54 @@ class Reference(StrEnum):
     FROZEN = "frozen"  # a second copy of the weights, evaluated each step
     ADAPTERS_OFF = "adapters-off"  # the same weights without their adapters, evaluated each step
     STORED = "stored"  # with the data
+
+
+class LossRow(NamedTuple):
+    """Properties of a kind of loss."""
+
+    references: tuple[Reference, ...] = (Reference.NONE,)  # that it may have, the default first
+    keys: tuple[str, ...] = ()  # of `LossKeys`, those that it uses
+    paired: bool = False  # it compares pairs of answers
+    of_loops: str = ""  # why only a user's own training loop has it; "": a run file may
+
+
+_COMPARED = Reference.STORED, Reference.FROZEN, Reference.ADAPTERS_OFF
+
+
+class LossKind(StrEnum):
+    """The training loss. All but `sft` are computed from log-probabilities of the whole sequence,
+    after which the backward runs from their gradient (`Step.logprobs`)."""
+
+    row: LossRow
+
+    def __new__(cls, name: str, *row: LossRow) -> "LossKind":
+        kind = str.__new__(cls, name)
+        kind._value_, (kind.row,) = name, row
+        return kind
+
+    SFT = "sft", LossRow()  # a mean of token losses, in one pass
+    DPO = "dpo", LossRow(_COMPARED, ("beta", "label_smoothing", "by_length", "reference"), True)
+    IPO = "ipo", LossRow(_COMPARED, ("beta", "reference"), paired=True)
+    ORPO = "orpo", LossRow(keys=("beta",), paired=True)
+    KTO = "kto", LossRow(_COMPARED, of_loops="no data.format has single answers with a label")
+    GRPO = (
+        "grpo",
+        LossRow((Reference.NONE, *_COMPARED), of_loops="farspan train generates no answers"),
+    )
+    DISTILL = "distill", LossRow(_COMPARED, ("teacher", "top_k"))
+
+
+@dataclass(frozen=True, slots=True)
+class LossKeys:
+    """The keys of a run file's loss. Those after `kind` belong to the kinds that list them."""
+
+    kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
+    beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
+    label_smoothing: float = 0.0  # share of pairs that `dpo` takes for swapped
+    by_length: bool = False  # `dpo` takes means over answers instead of sums
+    reference: Reference | None = None  # what `dpo` and `ipo` compare with; null: `stored`
+    teacher: str | None = None  # what `distill` learns from: a local folder or a name on the hub
+    top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +150,9 @@ class Kernels:
     deterministic: bool = False  # on CUDA, the same bits from the same step, slower
 
     def __post_init__(self) -> None:
-        known = tuple(AttentionKernel)
-        if self.attention not in known:
+        if self.attention not in tuple(AttentionKernel):
             raise UnsupportedError(
-                f"attention: expected one of {', '.join(known)}, got {self.attention!r}"
+                f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
             )
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
         for field in ("fused", "accumulate", "compile", "deterministic"):

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farspan.data.config import DataConfig, SourceKind
+from farspan.data import formats
+from farspan.data.config import DataConfig, FormatRow, RecordFormat, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
 from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from farspan.spec import UnsupportedError
 from tests.data.test_tokenizers import save_words
+from tests.made_up import add_member
 
 Build = Callable[..., Corpus]
 END = 256
@@ -342,3 +344,21 @@ def test_fields_that_say_nothing_name_all_forms(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         build(record)
+
+
+def test_a_new_form_is_its_row(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fields like a prompt and its completion: known by them, and named in errors."""
+    kind = add_member(monkeypatch, RecordFormat, "qa", FormatRow(("question", "answer"), "both"))
+    fields = {"question": "a text", "answer": "its answer"}
+    monkeypatch.setattr(formats, "READ", {**formats.READ, "qa": fields})
+    found = row(build({"question": "ab", "answer": "cd"}))
+    assert found == row(build({"question": "ab", "answer": "cd"}, format=kind))
+    assert found == row(build({"prompt": "ab", "completion": "cd"}))
+    with pytest.raises(UnsupportedError, match=r"field 'answer' .*add it, or set data\.format"):
+        build({"question": "ab", "text": "cd"}, format="qa")
+    with pytest.raises(UnsupportedError, match="format qa does not read 'history'"):
+        build({"question": "ab", "answer": "cd", "history": "ef"})
+    with pytest.raises(UnsupportedError, match="field: format qa reads both"):
+        build({"question": "ab", "answer": "cd"}, format="qa", field="answer")
+    with pytest.raises(UnsupportedError, match=r"qa \(question and answer\); set data\.field"):
+        build({"body": "a"})

@@ -212,4 +212,10 @@ FIELD = (
         "if not sides:",
         ("tests/checkpoint/test_format.py::test_a_list_that_does_not_fit_is_refused",),
     ),
+    Fault(
+        "data: a missing field of any two is named by a key of prompts",
+        "return self.keys[self.columns.index(column)]",
+        'return "data.completion"',
+        ("tests/data/test_forms.py::test_a_new_form_is_its_row",),
+    ),
 )

@@ -135,4 +135,10 @@ PLANNER = (
         "for start in range(0, len(self), max(1, most_units - 1)):",
         ("tests/sparse/test_traffic.py", "tests/sparse/test_slabs.py"),
     ),
+    Fault(
+        "bounds: every load counts as the entry of a group",
+        "case Load() if program.buffers[i.buffer].kind is Kind.X:",
+        "case Load():",
+        ("tests/program/test_residency.py::test_only_a_load_of_x_enters_a_group",),
+    ),
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from farspan import losses
 from farspan.ask import Request
+from farspan.data.config import LossConfig
 from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
 from farspan.planner import search as best_first
@@ -23,6 +24,7 @@ from farspan.program.work import work_of
 from farspan.report.plan import loss_json, loss_words, plan_text
 from farspan.spec import (
     LossKind,
+    LossRow,
     Objective,
     Reference,
     RunSpec,
@@ -31,7 +33,9 @@ from farspan.spec import (
     Tier,
     UnsupportedError,
 )
+from farspan.train.yaml_config import describe_type
 from tests.grids import crossed
+from tests.made_up import add_member
 from tests.planner.machines import slow_machine
 from tests.planner.test_best_first import SPACE, question, schedules
 from tests.planner.test_walk import BASE, SCHEDULES, make, profile_for
@@ -320,6 +324,27 @@ def test_ids_are_of_distillation(kind: str, ids: int) -> None:
     ):
         loss_of(kind, None, adapters=False, ids=ids)
     assert loss_of("distill", None, adapters=False, ids=5).ids == 5
+
+
+def test_a_new_kind_of_loss_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a reference, unless its row has one; and it takes the keys of its row."""
+    plain = add_member(monkeypatch, LossKind, "plain", LossRow())
+    paired = add_member(
+        monkeypatch, LossKind, "both", LossRow((Reference.FROZEN,), ("beta", "reference"), True)
+    )
+    asked = Request("Qwen2.5-0.5B", "64K", "h100", loss="plain")
+    assert asked.question().loss == Objective(plain)
+    text = plan_text(best_plan(asked.question()))
+    assert "loss plain: a step takes" in text
+    assert "before the backward, no reference" in text
+    with pytest.raises(UnsupportedError, match="loss plain expects none, got 'stored'; leave it"):
+        Request("Qwen2.5-0.5B", "64K", "h100", loss="plain", reference="stored").question()
+    with pytest.raises(UnsupportedError, match="beta: kind plain does not use it"):
+        LossConfig(plain, beta=0.2)
+    assert LossConfig(plain).planned() == Objective(plain)
+    assert LossConfig(paired, beta=0.2).planned() == Objective(paired, Reference.FROZEN)
+    assert LossConfig(paired).paired
+    assert "plain" in describe_type(LossKind)
 
 
 PLACES: list[tuple[dict[str, Any], str]] = [

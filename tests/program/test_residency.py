@@ -1,7 +1,9 @@
 """A class of tensors is a row of a table: builder, checker, simulation, plan and engine take it."""
 
+import ast
+import inspect
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +26,7 @@ from tests.oracles.check import check_program
 from tests.oracles.contents import ProgramError
 from tests.oracles.simulate import simulate
 from tests.planner.test_bound import CLOSE, make_grid
+from tests.program import cases
 from tests.program.cases import model_of
 from tests.zoo import VOCAB, make_model
 
@@ -107,6 +110,21 @@ def test_every_kind_has_a_row() -> None:
     ]
 
 
+def test_random_schedules_draw_every_place() -> None:
+    """Or no random program has a class that a field places, keeps or leaves out."""
+    (made,) = (
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(cases)))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Schedule"
+    )
+    drawn = {word.arg for word in made.keywords}
+    assert {row.tier for row in RESIDENCY.values() if row.tier} <= drawn
+    kinds = Tier, bool, float
+    places = {field.name for field in fields(Schedule) if isinstance(field.default, kinds)}
+    # Random programs are of models on the device; tests of streamed weights move them.
+    assert places - drawn == {"weights"}
+
+
 @pytest.mark.usefixtures("with_echo")
 @pytest.mark.parametrize("tier", Tier)
 def test_a_class_of_the_table_is_planned(tier: Tier) -> None:
@@ -123,6 +141,19 @@ def test_a_class_of_the_table_is_planned(tier: Tier) -> None:
         assert found.peak[tier] == plain.peak[tier] + 2 * TOKENS * row
         assert found.evicted[ECHO] == 2 * TOKENS * row
         assert found.fetched[ECHO] > 0
+
+
+@pytest.mark.usefixtures("with_echo")
+def test_only_a_load_of_x_enters_a_group() -> None:
+    """A load of another class counts as no entry, whatever its layer."""
+
+    def entries(of: Program) -> int:
+        return sum(act == pass_counts.ENTERS for _, act, _ in pass_counts._places(of))
+
+    made, plain = program(Tier.DEVICE), _without(Tier.DEVICE)
+    loads = [sum(isinstance(i, Load) for i in of.instructions) for of in (made, plain)]
+    assert loads[0] > loads[1]
+    assert entries(made) == entries(plain) == loads[1]
 
 
 def _without(tier: Tier) -> Program:

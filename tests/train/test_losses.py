@@ -1,7 +1,7 @@
 """Runs of preference losses and of distillation, against loops written out, and what is refused."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from farspan.data.tokenizers import load_tokenizer
 from farspan.hf.load import load_model
 from farspan.planner.request import Question
 from farspan.program.layout import Parallel
-from farspan.spec import Schedule, UnsupportedError
+from farspan.spec import LossKeys, LossKind, Schedule, UnsupportedError
+from farspan.train import objectives
 from farspan.train.config import (
     CheckpointConfig,
     DType,
@@ -402,3 +403,10 @@ def test_a_planner_is_asked_for_a_cut_step(tmp_path: Path) -> None:
     assert run.objective.planned().is_cut
     for name, tensor in weights_of(run).items():
         assert relative_error(tensor, weights_of(written)[name]) < EXACT, name
+
+
+def test_every_loss_of_a_run_file_has_its_code() -> None:
+    multiple = {kind for kind in LossKind if kind is not LossKind.SFT and not kind.row.of_loops}
+    assert {kind for kind in multiple if not kind.row.paired} == set(objectives.SINGLE)
+    named = {key for kind in LossKind for key in kind.row.keys}
+    assert named == {field.name for field in fields(LossKeys)} - {"kind"}

@@ -152,9 +152,11 @@ class BlockKernel(Protocol):
     @property
     def softcap(self) -> float | None:
         """The soft cap that the kernel applies to scores; None: no cap."""
+        return None
 
     def split(self, block: Block) -> tuple[Block, ...]:
         """Divide a block into blocks that the kernel computes in one call each."""
+        return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
@@ -187,15 +189,13 @@ def _packed(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuFlash:
+class CpuFlash(BlockKernel):
     """aten's flash attention for CPUs: fp64, fp32, bf16, fp16; D == Dv; supports GQA.
 
     Its causal mask is aligned top left, so causal blocks must be squares. It has no windows: tiles
     get a float mask in q's dtype. Without keys it dies of SIGFPE, and for a row without visible
     keys it returns lse = 0: `Block` excludes both. Its lse is not differentiable.
     """
-
-    softcap: None = None
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return tile_window(block)
@@ -229,7 +229,7 @@ class CpuFlash:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaFlash:
+class CudaFlash(BlockKernel):
     """aten's flash attention for CUDA (FA2, or its registered replacement).
 
     It takes bf16, fp16; D == Dv, a multiple of 8 up to 256; tensors [B, S, H, D]; and supports GQA
@@ -237,11 +237,6 @@ class CudaFlash:
     not read. It indexes with 32 bits: the elements of a block stay below 2**31. Its backward copies
     dout and out unless they are packed in its own order, so `token_first` ones cost nothing.
     """
-
-    softcap: None = None
-
-    def split(self, block: Block) -> tuple[Block, ...]:
-        return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
@@ -292,7 +287,7 @@ def _cudnn_lse_rank() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaCudnn:
+class CudaCudnn(BlockKernel):
     """aten's cuDNN attention for blocks on which it is right and faster; `other` takes the rest.
 
     bf16, fp16; D == Dv, a multiple of 8 up to 128; supports GQA. Its causal mask is aligned top
@@ -315,7 +310,6 @@ class CudaCudnn:
     other: BlockKernel
     grid: int = 1024
     queries: tuple[int, ...] | None = None
-    softcap: None = None
 
     def __post_init__(self) -> None:
         assert self.grid % LENGTHS == 0, self.grid
@@ -432,7 +426,7 @@ def visible(block: Block, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled:
+class Tiled(BlockKernel):
     """A kernel in plain PyTorch for cases that no vendor supports.
 
     These are soft caps, values wider or narrower than keys, fp32 on CUDA, and any other device.
@@ -444,9 +438,6 @@ class Tiled:
 
     softcap: float | None = None
     tile: int = 512
-
-    def split(self, block: Block) -> tuple[Block, ...]:
-        return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float

@@ -494,13 +494,15 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class PromptForm(Form):
-    """Reads records of a prompt and its completion, as texts or as messages. The prompt is trained
-    only if `everything` is set."""
+    """Reads records of a prompt and its completion, or of two fields that mean the same, as texts
+    or as messages. The prompt is trained only if `everything` is set."""
 
     prompt: str
     completion: str
     everything: bool
     chat: ChatForm | None = None  # None: the tokenizer has no template
+    name: str = PROMPT  # of the format
+    keys: tuple[str, str] = ("data.prompt", "data.completion")  # with which users name the fields
 
     @property
     def masked(self) -> bool:
@@ -515,11 +517,11 @@ class PromptForm(Form):
         return self.columns
 
     def key(self, column: str) -> str:
-        return "data.prompt" if column == self.prompt else "data.completion"
+        return self.keys[self.columns.index(column)]
 
     def listing(self) -> list[object]:
         chat = () if self.chat is None else self.chat.listing()
-        return ["prompt", self.prompt, self.completion, self.everything, *chat]
+        return [self.name, self.prompt, self.completion, self.everything, *chat]
 
     def reads(self, document: Document) -> Collection[str]:
         return _reads_of(self.chat, document, self.columns)

@@ -1,5 +1,6 @@
 """Configuration of the data: source of the text, tokenization, and the loss on it."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from enum import StrEnum
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from farspan.formatting import LEAST_MEMORY, read_bytes
 from farspan.profile.catalog import is_on_hub
-from farspan.spec import LossKind, Objective, Reference, UnsupportedError
+from farspan.spec import LossKeys, LossKind, Objective, Reference, UnsupportedError
 
 _SPLIT = "train"
 # Suffixes of files and their contents: a text, or records as JSON, in a table or in cells.
@@ -21,13 +22,6 @@ MOST_QUOTED = 60  # characters of a text in an error
 _COMPRESSED = (".gz", ".zst")  # may follow each of the above
 WINDOW = "256MiB"  # text that a stream reads at a time
 _PROMPT = ("prompt", "completion")  # fields of a record in format prompt
-# Formats for which data.field may not be set, and the fields that they read.
-_NO_FIELD = {
-    "prompt": "prompt and completion; set the keys prompt and completion instead",
-    "tokens": "input_ids and the fields that describe them; leave field out",
-    "preference": "prompt, chosen and rejected; leave field out",
-    "alpaca": "instruction, input and output; leave field out",
-}
 
 
 class SourceKind(StrEnum):
@@ -45,16 +39,63 @@ class SourceKind(StrEnum):
         return cls.AUTO if value in ("parquet", "arrow", "csv", "json") else None
 
 
+@dataclass(frozen=True, slots=True)
+class FormatRow:
+    """Properties of a format of records."""
+
+    marks: tuple[str, ...]  # the fields that identify it
+    reads: str = ""  # why it takes no data.field; "": it takes one
+    templated: bool = False  # a chat template may write it
+    answers: str = ""  # why it takes no data.loss; "": it takes one
+
+
 class RecordFormat(StrEnum):
     """What the fields of a record mean, in a JSON line or in a row of a dataset."""
 
-    TEXT = "text"  # one text, trained as a whole
-    CHAT = "chat"  # messages, as the tokenizer's chat template writes them
-    SHAREGPT = "sharegpt"  # messages with `from` and `value`
-    ALPACA = "alpaca"  # an instruction, an optional input, and the output
-    PROMPT = "prompt"  # a prompt and its completion, as texts or as messages
-    TOKENS = "tokens"  # input_ids, with optional labels, masks and document borders
-    PREFERENCE = "preference"  # a prompt, the chosen answer and the rejected one
+    row: FormatRow
+
+    def __new__(cls, name: str, *row: FormatRow) -> "RecordFormat":
+        kind = str.__new__(cls, name)
+        kind._value_, (kind.row,) = name, row
+        return kind
+
+    # One text, trained as a whole.
+    TEXT = "text", FormatRow(("text",), answers="has no answers")
+    # Messages, as the tokenizer's chat template writes them.
+    CHAT = "chat", FormatRow(("messages",), templated=True)
+    # Messages with `from` and `value`.
+    SHAREGPT = "sharegpt", FormatRow(("conversations",), templated=True)
+    # An instruction, an optional input, and the output.
+    ALPACA = (
+        "alpaca",
+        FormatRow(("instruction", "output"), "instruction, input and output; leave field out"),
+    )
+    # A prompt and its completion, as texts or as messages.
+    PROMPT = (
+        "prompt",
+        FormatRow(
+            _PROMPT, "prompt and completion; set the keys prompt and completion instead", True
+        ),
+    )
+    # Ids, with optional labels, masks and document borders.
+    TOKENS = (
+        "tokens",
+        FormatRow(
+            ("input_ids",),
+            "input_ids and the fields that describe them; leave field out",
+            answers="has no answers",
+        ),
+    )
+    # A prompt, the chosen answer and the rejected one.
+    PREFERENCE = (
+        "preference",
+        FormatRow(
+            ("chosen", "rejected"),
+            "prompt, chosen and rejected; leave field out",
+            templated=True,
+            answers="trains only answers",
+        ),
+    )
 
 
 class Loss(StrEnum):
@@ -196,24 +237,22 @@ class SourceConfig:
                 f"format: {kind} needs records; give a path to a file of records, such as "
                 f"data.jsonl, got {self.origin()}"
             )
-        if self.field is not None and kind in _NO_FIELD:
-            raise UnsupportedError(f"field: format {kind} reads {_NO_FIELD[kind]}")
+        if self.field is not None and kind.row.reads:
+            raise UnsupportedError(f"field: format {kind} reads {kind.row.reads}")
         if kind is not RecordFormat.PROMPT and (self.prompt, self.completion) != _PROMPT:
             raise UnsupportedError(
                 "prompt: only format 'prompt' has prompts and completions; set format: prompt"
             )
         if self.prompt == self.completion:
             raise UnsupportedError(f"completion: {self.prompt!r} is prompt already; name another")
-        chats = ("chat", "sharegpt", "prompt", "preference")
-        if kind not in chats and self.chat_template is not None:
+        if not kind.row.templated and self.chat_template is not None:
+            chats = [form for form in RecordFormat if form.row.templated]
             raise UnsupportedError(
-                "chat_template: only formats chat, sharegpt, prompt and preference have one; set "
-                "format, or leave it out"
+                f"chat_template: only formats {', '.join(chats[:-1])} and {chats[-1]} have one; "
+                "set format, or leave it out"
             )
-        if kind in (RecordFormat.TEXT, RecordFormat.TOKENS) and self.loss is not Loss.ANSWERS:
-            raise UnsupportedError(f"loss: format {kind} has no answers; leave loss out")
-        if kind is RecordFormat.PREFERENCE and self.loss is not Loss.ANSWERS:
-            raise UnsupportedError(f"loss: format {kind} trains only answers; leave loss out")
+        if kind.row.answers and self.loss is not Loss.ANSWERS:
+            raise UnsupportedError(f"loss: format {kind} {kind.row.answers}; leave loss out")
 
     def on_hub(self) -> bool:
         """Return whether `path` names a data set on the hub rather than a local path."""
@@ -282,49 +321,31 @@ class DataConfig(SourceConfig):
         )
 
 
+_PAIRED = [kind for kind in LossKind if kind.row.paired]
 # Formats that a loss does not take.
 PAIRED = (
-    "loss.kind: {} does not compare the answers of data.format preference; set loss.kind to dpo, "
-    "ipo or orpo"
+    "loss.kind: {} does not compare the answers of data.format preference; set loss.kind to "
+    f"{', '.join(_PAIRED[:-1])} or {_PAIRED[-1]}"
 )
 UNPAIRED = "loss.kind {} compares pairs of answers; give records with chosen and rejected"
-_PAIRED = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
-_ELSEWHERE = "compute this loss in your own loop, with farspan.losses and farspan.Step.logprobs"
-_NOT_HERE = {
-    LossKind.KTO: f"no data.format has single answers with a label; {_ELSEWHERE}",
-    LossKind.GRPO: f"farspan train generates no answers; {_ELSEWHERE}",
-}
 
 
 @dataclass(frozen=True, slots=True)
-class LossConfig:
+class LossConfig(LossKeys):
     """The loss that a run trains, and the model that it compares with."""
-
-    kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
-    beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
-    label_smoothing: float = 0.0  # share of pairs that `dpo` takes for swapped
-    by_length: bool = False  # `dpo` takes means over answers instead of sums
-    reference: Reference | None = None  # what `dpo` and `ipo` compare with; null: `stored`
-    teacher: str | None = None  # what `distill` learns from: a local folder or a name on the hub
-    top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", LossKind(self.kind))  # words, from Python
         if self.reference is not None:
             object.__setattr__(self, "reference", Reference(self.reference))
         kind = self.kind
-        if kind in _NOT_HERE:
-            raise UnsupportedError(f"kind: {kind}: {_NOT_HERE[kind]}")
-        own = {
-            "beta": _PAIRED,
-            "label_smoothing": (LossKind.DPO,),
-            "by_length": (LossKind.DPO,),
-            "reference": (LossKind.DPO, LossKind.IPO),
-            "teacher": (LossKind.DISTILL,),
-            "top_k": (LossKind.DISTILL,),
-        }
+        if kind.row.of_loops:
+            raise UnsupportedError(
+                f"kind: {kind}: {kind.row.of_loops}; compute this loss in your own loop, with "
+                "farspan.losses and farspan.Step.logprobs"
+            )
         for f in fields(self):
-            if f.name in own and kind not in own[f.name] and getattr(self, f.name) != f.default:
+            if f.name not in ("kind", *kind.row.keys) and getattr(self, f.name) != f.default:
                 raise UnsupportedError(f"{f.name}: kind {kind} does not use it; leave {f.name} out")
         if not 0.0 < self.beta < float("inf"):
             raise UnsupportedError(f"beta: expected a number above 0, got {self.beta!r}")
@@ -341,10 +362,13 @@ class LossConfig:
             raise UnsupportedError("teacher: missing; give the folder or hub name of a model")
         if self.top_k < 1:
             raise UnsupportedError(f"top_k: expected at least 1, got {self.top_k}")
+        for f in fields(self):
+            if isinstance(f.default, float) and not 0.0 <= (x := getattr(self, f.name)) < math.inf:
+                raise UnsupportedError(f"{f.name}: expected a number of at least 0, got {x!r}")
 
     @property
     def paired(self) -> bool:
-        return self.kind in _PAIRED
+        return self.kind.row.paired
 
     def describe(self) -> str:
         """Return a description of the loss for the first lines of a run's output."""
@@ -355,9 +379,9 @@ class LossConfig:
 
     def compared(self) -> Reference:
         """Return which reference model the loss compares the policy with."""
-        if self.kind not in (LossKind.DPO, LossKind.IPO):
+        if "reference" not in self.kind.row.keys:
             return Reference.NONE
-        return self.reference or Reference.STORED
+        return self.reference or self.kind.row.references[0]
 
     def planned(self) -> Objective:
         """Return the objective to plan for; a teacher counts as a copy that runs every step."""

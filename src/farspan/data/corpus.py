@@ -28,10 +28,8 @@ from farspan.data.config import (
     suffix_of,
 )
 from farspan.data.formats import (
-    MARKS,
+    PLAIN,
     UNTRAINED,
-    AlpacaForm,
-    TextForm,
     TokensForm,
     recognise,
     refuse_unused,
@@ -62,7 +60,7 @@ from farspan.data.sources import (
 from farspan.data.streaming import DocumentReader, Stream
 from farspan.data.templates import Templates, find_template
 from farspan.data.token_cache import TokenStore, Turns, Useless, Watch, open_store, store_key
-from farspan.data.tokenizers import TEXT, Form, HubTokenizer, Source, Tokenizer
+from farspan.data.tokenizers import Form, HubTokenizer, Source, Tokenizer
 from farspan.formatting import write_bytes, write_number
 from farspan.spec import UnsupportedError
 
@@ -138,17 +136,16 @@ def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
     match config.format:
         case RecordFormat.CHAT | RecordFormat.SHAREGPT:
             return _chat(config, tokenizer, everything)
-        case RecordFormat.ALPACA:
-            form: Form = AlpacaForm(everything)
-        case RecordFormat.PROMPT:
-            chat = _chat(config, tokenizer, everything) if has_template else None
-            form = PromptForm(config.prompt, config.completion, everything, chat)
-        case RecordFormat.TOKENS:
-            form = TokensForm()
         case RecordFormat.PREFERENCE:
-            form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
-        case RecordFormat.TEXT:
-            form = TextForm(config.field or TEXT)
+            form: Form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
+        case kind if kind in PLAIN:
+            form = PLAIN[kind](config)
+        case kind:  # a text or messages, and their answer
+            own = kind is RecordFormat.PROMPT
+            asked, answer = (config.prompt, config.completion) if own else kind.row.marks
+            keys = ("data.prompt", "data.completion") if own else ("data.format", "data.format")
+            chat = _chat(config, tokenizer, everything) if has_template else None
+            form = PromptForm(asked, answer, everything, chat, kind, keys)
     if not isinstance(form, TokensForm) and form.masked:
         _refuse_slow(tokenizer)
     return form
@@ -167,7 +164,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
     if not everything:
         _refuse_slow(tokenizer)
     sharegpt = config.format is RecordFormat.SHAREGPT
-    field = config.field or MARKS[config.format][0]  # the form of prompts replaces it
+    field = config.field or config.format.row.marks[0]  # the form of prompts replaces it
     stops, marks = tokenizer.stops(), tokenizer.marks()
     return ChatForm(field, everything, templates, stops, marks, sharegpt)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from farspan.data.config import MOST_QUOTED, DataConfig, RecordFormat, suffix_of
+from farspan.data.config import MOST_QUOTED, DataConfig, Loss, RecordFormat, suffix_of
 from farspan.data.tokenizers import TEXT, Document, Encoded, Form, Written
 from farspan.formatting import shortened
 from farspan.spec import UnsupportedError
@@ -238,18 +238,6 @@ def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
             )
 
 
-# The fields that identify each form.
-MARKS = {
-    RecordFormat.TEXT: (TEXT,),
-    RecordFormat.CHAT: ("messages",),
-    RecordFormat.SHAREGPT: ("conversations",),
-    RecordFormat.ALPACA: (INSTRUCTION, OUTPUT),
-    RecordFormat.PROMPT: ("prompt", "completion"),
-    RecordFormat.TOKENS: (INPUT_IDS,),
-    RecordFormat.PREFERENCE: (CHOSEN, REJECTED),
-}
-
-
 def recognise(config: DataConfig, document: Document) -> DataConfig:
     """Return the configuration with the format that the first document's fields suggest, unless the
     run file names one. Raises UnsupportedError if they fit no format, or several."""
@@ -269,7 +257,7 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
             "data.field to the column with the text, or, if this is no header, add one above"
         )
     if not kinds:
-        forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in MARKS.items())
+        forms = ", ".join(f"{kind} ({' and '.join(kind.row.marks)})" for kind in RecordFormat)
         raise UnsupportedError(
             f"{document.place} has no field 'text' (it has: {_listed(fields)}), and matches no "
             f"format known by its fields: {forms}; set data.field to the field of its text; or "
@@ -296,7 +284,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _forms_with(names: Collection[str]) -> list[RecordFormat]:
-    return [kind for kind, needed in MARKS.items() if all(name in names for name in needed)]
+    return [kind for kind in RecordFormat if all(name in names for name in kind.row.marks)]
 
 
 def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
@@ -446,6 +434,14 @@ class TokensForm(Form):
         cuts = np.flatnonzero(starts[1:]) + 1
         pieces = zip(np.split(ids, cuts), np.split(trained, cuts), strict=True)
         return tuple(Encoded(*piece) for piece in pieces)
+
+
+# Forms that need no chat template, by the configuration of their source.
+PLAIN: Mapping[RecordFormat, Callable[[DataConfig], Form]] = {
+    RecordFormat.TEXT: lambda config: TextForm(config.field or TEXT),
+    RecordFormat.ALPACA: lambda config: AlpacaForm(config.loss is Loss.ALL),
+    RecordFormat.TOKENS: lambda _: TokensForm(),
+}
 
 
 def _of_each(document: Document, name: str, values: np.ndarray, tokens: int) -> np.ndarray:

@@ -177,7 +177,7 @@ def flash_attention_3() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Flash4:
+class Flash4(BlockKernel):
     """FlashAttention-4 for Hopper and data-centre Blackwell: bf16, fp16; D == Dv, a multiple of 8
     up to 128, or 256 (any up to 256 on Hopper); GQA, windows and soft caps built in; tensors are
     [B, S, H, D]. Causal masks and windows are aligned bottom right; None means all keys on that
@@ -185,9 +185,6 @@ class Flash4:
     kernel at its first call, which takes seconds."""
 
     softcap: float | None = None
-
-    def split(self, block: Block) -> tuple[Block, ...]:
-        return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float

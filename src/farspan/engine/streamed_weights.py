@@ -182,13 +182,6 @@ class StreamedWeights:
                     p.home = self._sums.view(start + p.sum_offset, tuple(p.own.shape), wide)
             start += aligned(one.sum_size)
 
-    def zero_gradients(self) -> None:
-        """Set `.grad` to zeros in the memory where a step would leave its sums."""
-        self.reserve_sums()
-        for p in self._all():
-            if p.home is not None and _takes_sums(p.own):
-                p.own.grad, p.norm = p.home.zero_(), None
-
     def release(self) -> None:
         """Free the memory of gradients; `.grad` keeps its values."""
         for one in self._units:

@@ -54,31 +54,21 @@ BEYOND_CHUNKS = {
 }
 
 
+# Fields of a model's configuration that must be false, and the error if one is not.
+_MUST_BE_FALSE = {
+    "is_encoder_decoder": "model: {} is an encoder-decoder; expected a decoder-only causal LM",
+    "add_cross_attention": "model: {} has cross-attention; set add_cross_attention to false",
+    "output_router_logits": "output_router_logits: the router's load-balancing loss needs "
+    "statistics of the whole sequence, which chunks do not have; set output_router_logits to false",
+}
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Raise UnsupportedError if the model's configuration rules out exact training in chunks."""
-    config = model.config
-    name = type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"model: {name} is an encoder-decoder; expected a decoder-only causal LM"
-        )
-    if getattr(config, "add_cross_attention", False):
-        raise UnsupportedError(
-            f"model: {name} has cross-attention; set add_cross_attention to false"
-        )
-    for path, module in text_modules(model):
-        last = path.rpartition(".")[2]
-        if last in CROSS_ATTENTION:
-            raise UnsupportedError(
-                f"model: {name} is the decoder of an encoder-decoder model ({path} attends to an "
-                "encoder); expected a decoder-only causal LM"
-            )
-        if last == "indexer" and list(module.parameters()):
-            raise UnsupportedError(
-                f"model: {name} attends to the tokens that {path} chooses, and does not pass "
-                "them to the attention interface; expected a model whose layers attend to all "
-                "tokens or to a window"
-            )
+    config, name = model.config, type(model).__name__
+    for field, error in _MUST_BE_FALSE.items():
+        if getattr(config, field, False):
+            raise UnsupportedError(error.format(name))
     # Gemma4's "vision" applies to the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
     if sees_later not in (None, False, "vision") or not _is_causal(model):
@@ -93,26 +83,39 @@ def refuse_model(model: PreTrainedModel) -> None:
                 "so far, even in earlier steps, so no chunk can know its table; expected one of "
                 f"{', '.join(SLICEABLE_ROPE)} (yarn extends the context and is exact)"
             )
-    # The model's own property changes its name between releases; its layers' flag does not.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise UnsupportedError(
-            "model: its own gradient checkpointing is on, but the schedule already decides what "
-            "is recomputed; call model.gradient_checkpointing_disable(), and in a Trainer set "
-            "gradient_checkpointing=False in its arguments"
-        )
+    _refuse_modules(model)
+    _refuse_attention(config)
+
+
+def _refuse_modules(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    for path, module in text_modules(model):
+        last = path.rpartition(".")[2]
+        if last in CROSS_ATTENTION:
+            raise UnsupportedError(
+                f"model: {name} is the decoder of an encoder-decoder model ({path} attends to an "
+                "encoder); expected a decoder-only causal LM"
+            )
+        if last == "indexer" and list(module.parameters()):
+            raise UnsupportedError(
+                f"model: {name} attends to the tokens that {path} chooses, and does not pass "
+                "them to the attention interface; expected a model whose layers attend to all "
+                "tokens or to a window"
+            )
     for path, module in model.named_modules():
+        # The model's own property changes its name between releases; its layers' flag does not.
+        if getattr(module, "gradient_checkpointing", False):
+            raise UnsupportedError(
+                "model: its own gradient checkpointing is on, but the schedule already decides "
+                "what is recomputed; call model.gradient_checkpointing_disable(), and in a Trainer "
+                "set gradient_checkpointing=False in its arguments"
+            )
         if _packs_for_inference(module):
             raise UnsupportedError(
                 f"model: bitsandbytes repacks the weight of {path} for inference on this CPU, "
                 "which leaves no gradients; load the model again, and call model.train() before "
                 "anything else"
             )
-    _refuse_attention(config)
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedError(
-            "output_router_logits: the router's load-balancing loss needs statistics of the "
-            "whole sequence, which chunks do not have; set output_router_logits to false"
-        )
 
 
 def _refuse_attention(config: PretrainedConfig) -> None:

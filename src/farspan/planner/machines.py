@@ -4,9 +4,9 @@ A file is JSON: the fields of MachineSpec, `rates` by dtype with each curve a li
 Optional are `about` (a description), `sources` (field to "datasheet: ...", "measured: ..." or
 "assumed: ..."), `measured_on` (hardware, versions, date) and `spread` (field to the ratio of the
 slowest measurement to the fastest). Rates that contradict each other are refused: measuring a busy
-machine produces such. A preset may be `like` another, which has the values that it leaves out;
-`gpu_names` (as drivers give them) and `aliases` are its other names, and `note` is printed with
-each plan.
+machine produces such. A preset may be `like` another, which has the values that it leaves out; each
+of its own numbers needs its own source. `gpu_names` (as drivers give them) and `aliases` are its
+other names, and `note` is printed with each plan.
 """
 
 import difflib

@@ -205,7 +205,7 @@ def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
                 yield (Role, i.layer), IS_GIVEN if given else (Forward, i.mode), i.chunk
                 if i.write_kv is not None:
                     yield (Role, i.layer), WRITES_KV, i.chunk
-            case Load():
+            case Load() if program.buffers[i.buffer].kind is Kind.X:
                 yield (Boundary, i.layer // _GROUP), ENTERS, i.chunk
             case Fetch() | Evict():
                 home = program.buffers[i.source if isinstance(i, Fetch) else i.target]

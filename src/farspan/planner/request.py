@@ -182,13 +182,11 @@ def loss_of(
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
     loss = LossKind(kind)
-    can = _references(loss, adapters=adapters)
+    can = tuple(r for r in loss.row.references if adapters or r is not Reference.ADAPTERS_OFF)
     found = can[0] if reference is None else reference
     if found not in can:
-        advice = f"; set it to {can[0]}"
-        if len(can) == 1:
-            advice = "; leave it out"
-        elif found == Reference.ADAPTERS_OFF:
+        advice = "; leave it out" if len(can) == 1 else f"; set it to {can[0]}"
+        if len(can) > 1 and found == Reference.ADAPTERS_OFF:
             advice = "; adapters-off needs adapters: give lora, their rank, such as 16"
         raise UnsupportedError(
             f"reference: loss {loss} expects {' or '.join(can)}, got {found!r}{advice}"
@@ -199,14 +197,6 @@ def loss_of(
             f"ids: expected a whole number above 0, only with loss {LossKind.DISTILL}, got {ids!r}"
         )
     return Objective(loss, Reference(found), ids or (DISTILLED if many else 1))
-
-
-def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
-    off = (Reference.ADAPTERS_OFF,) * adapters
-    if kind in (LossKind.SFT, LossKind.ORPO):
-        return (Reference.NONE,)
-    found = Reference.STORED, Reference.FROZEN, *off
-    return (Reference.NONE, *found) if kind is LossKind.GRPO else found
 
 
 def fit_of(question: Question, device: Budget, host: Budget) -> Fit:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from farspan.formatting import did_you_mean
-from farspan.spec import Schedule, Tier, UnsupportedError
+from farspan.spec import DEVICE, HOST, Schedule, Tier, UnsupportedError
 
 AUTO = "auto"  # the planner chooses the best strategy
 GROUPED = "grouped"  # a search takes it as the whole space of schedules
@@ -19,40 +20,22 @@ class Strategy:
     schedule: Callable[[int, int], Schedule]  # (layers, tokens)
 
 
-def _plain(_: int, tokens: int) -> Schedule:
+def _kept(tier: Tier, _: int, tokens: int) -> Schedule:
     return Schedule(
         chunk=tokens,
         groups=1,
-        boundary_inputs=Tier.DEVICE,
+        boundary_inputs=tier,
         kv_kept=True,
-        kv_home=Tier.DEVICE,
-        activations=Tier.DEVICE,
+        kv_home=tier,
+        activations=tier,
         activation_save_fraction=1.0,
-        attention=Tier.DEVICE,
+        attention=tier,
         attention_save_fraction=1.0,
     )
 
 
-def _recompute(_: int, tokens: int) -> Schedule:
-    return Schedule(chunk=tokens, groups=1, boundary_inputs=Tier.DEVICE)
-
-
-def _offload(_: int, tokens: int) -> Schedule:
-    return Schedule(chunk=tokens, groups=1, boundary_inputs=Tier.HOST)
-
-
-def _swap(_: int, tokens: int) -> Schedule:
-    return Schedule(
-        chunk=tokens,
-        groups=1,
-        boundary_inputs=Tier.HOST,
-        kv_kept=True,
-        kv_home=Tier.HOST,
-        attention=Tier.HOST,
-        attention_save_fraction=1.0,
-        activations=Tier.HOST,
-        activation_save_fraction=1.0,
-    )
+def _recompute(tier: Tier, _: int, tokens: int) -> Schedule:
+    return Schedule(chunk=tokens, groups=1, boundary_inputs=tier)
 
 
 def _memo(_: int, tokens: int) -> Schedule:
@@ -96,10 +79,14 @@ def _grouped(layers: int, tokens: int) -> Schedule:
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("plain", "autograd, every activation kept on the device", _plain),
-        Strategy("recompute", "activation checkpointing", _recompute),
-        Strategy("offload", "activation checkpointing with layer inputs on host", _offload),
-        Strategy("swap", "every activation kept on host", _swap),
+        Strategy("plain", "autograd, every activation kept on the device", partial(_kept, DEVICE)),
+        Strategy("recompute", "activation checkpointing", partial(_recompute, DEVICE)),
+        Strategy(
+            "offload",
+            "activation checkpointing with layer inputs on host",
+            partial(_recompute, HOST),
+        ),
+        Strategy("swap", "every activation kept on host", partial(_kept, HOST)),
         Strategy("memo", "MEMO: token-wise recompute and swap", _memo),
         Strategy("fpdt", "FPDT: a layer's K, V streamed from host in chunks", _fpdt),
         Strategy("oomb", "OOMB: chunk-recurrent through the whole model", _oomb),

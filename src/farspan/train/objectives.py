@@ -124,8 +124,10 @@ class PreferenceLoss(_LogProbLoss):
                 values = losses.dpo(both, other, beta=loss.beta, label_smoothing=smoothing)
             case LossKind.IPO:
                 values = losses.ipo(both, other, beta=loss.beta)
-            case _:  # plus the chosen answers' own loss, as in the paper
+            case LossKind.ORPO:  # plus the chosen answers' own loss, as in the paper
                 values = losses.orpo(both, beta=loss.beta) - both[0]
+            case _:
+                raise NotImplementedError(loss.kind)
         rewards = loss.beta * (policy - reference).detach()
         margins = rewards[:, 0] - rewards[:, 1]
         shares = {
@@ -293,10 +295,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+# Losses of single documents.
+SINGLE: dict[LossKind, type[_LogProbLoss]] = {LossKind.DISTILL: DistillationLoss}
+
+
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
-) -> PreferenceLoss | DistillationLoss:
-    """Return the loss of a run: a PreferenceLoss if it trains pairs, else a DistillationLoss."""
+) -> _LogProbLoss:
+    """Return the loss of a run: a PreferenceLoss if it trains pairs, else one of `SINGLE`."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
-    return DistillationLoss(batches, observer)
+    return SINGLE[batches.ctx.run.objective.kind](batches, observer)
