@@ -226,7 +226,8 @@ def _set_aside(path: Path) -> Path:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise NotDamaged for another run's state, and UnsupportedError if it lacks a needed key."""
+    """Raise NotDamaged (the file is sound, but cannot be used here) if a saved state is another
+    run's, and UnsupportedError if it lacks a needed key."""
     for key, value in expected.items():
         if key not in state:
             raise UnsupportedError(f"{path}: damaged: its {key} is missing")

@@ -127,8 +127,8 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """Return the form that reads records. Raises UnsupportedError for a tokenizer that does not
-    fit."""
+    """Return the form, which turns records of the configured format (text, chat, pairs...) into
+    tokens. Raises UnsupportedError if the tokenizer does not fit the format."""
     everything = config.loss is Loss.ALL
     has_template = config.chat_template is not None or (
         isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)

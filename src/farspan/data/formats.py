@@ -144,8 +144,9 @@ class Fields:
         self.ignored = set(self.dropped)
 
     def documents(self, given: Iterable[Document]) -> Iterator[Document]:
-        """Yield each record with only the fields that are read. Raises UnsupportedError if some are
-        not read; the error names and counts all."""
+        """Yield each record with only the fields that its form reads. Raises UnsupportedError at
+        the end if other fields have content that would be lost; the error names and counts them
+        all."""
         count = 0
         for count, document in enumerate(given, start=1):  # noqa: B007 - the number of all records
             kept = self._kept(document)
@@ -192,7 +193,8 @@ class Fields:
         prefix: str,
         unread: set[str],
     ) -> dict[str, Any]:
-        """Return the fields that are read, and note the others as ignored, harmless or unread."""
+        """Return the fields that the form reads. Others with content are noted as `ignored` (by the
+        user), `harmless` (to training) or `unread` (the source is refused later)."""
         kept = {}
         for name, value in given.items():
             if prefix + name in self.ignore:

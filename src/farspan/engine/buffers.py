@@ -107,7 +107,7 @@ class ProgramBuffers:
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return all cells of a buffer with equal cells as one tensor, [cells, *shape]."""
+        """Return a buffer whose cells (one per chunk) share a shape as one [cells, *shape]."""
         buffer = self.program.buffers[name]
         assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)

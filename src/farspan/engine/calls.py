@@ -73,7 +73,8 @@ class Calls:
         return now
 
     def compare(self, same: Agreement, trained_tokens: int | None = None, *, draws: bool) -> None:
-        """Compare between ranks everything that decides a call, except its inputs."""
+        """Have ranks compare everything that decides how this call of the model runs, except its
+        input tensors: add it to `same`, or refuse bad values with UnsupportedError."""
         if trained_tokens is not None and trained_tokens < 1:
             raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
         model = self.models.now

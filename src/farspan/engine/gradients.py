@@ -164,7 +164,7 @@ class GradientAccumulator:
             parameter.grad = total.to(parameter.grad_dtype or total.dtype)
 
     def finish(self) -> None:
-        """Accumulate the gradients of parameters with hooks, at the end of the call."""
+        """Add the sums to parameters with hooks, once each, so that hooks see a whole gradient."""
         for parameter in self._hooked:
             total = self._open.pop(parameter, None)
             if total is not None:

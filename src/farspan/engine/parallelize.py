@@ -294,8 +294,8 @@ def parallelize(
 
 
 def refuse_schedule(same: Agreement, schedule: Schedule, layout: Layout, stage: Stage) -> None:
-    """Raise UnsupportedError for a schedule that the layout cannot run, or a stage that contradicts
-    the layout; ranks agree on the schedule."""
+    """Raise UnsupportedError if the layout cannot run the schedule, or if the ZeRO stage shards
+    weights and the layout says fsdp=False. Also have ranks compare their schedules."""
     same.add({"schedule": repr(schedule)})
     if not layout.fsdp and stage is not Stage.ZERO_0:
         raise UnsupportedError(

@@ -81,8 +81,8 @@ class StepMemory:
 
     @classmethod
     def on(cls, device: torch.device, given: Self | None = None) -> Self:
-        """Return `given`, or new empty memory, for a step on this device. Raises UnsupportedError
-        if `given` is on another device."""
+        """Return the memory (an arena per tier) for a step on this device: `given`, which steps may
+        share, or new, empty memory. Raises UnsupportedError if `given` is on another device."""
         if given is not None and given.device != device:
             raise UnsupportedError(
                 f"memory: belongs to a step on {given.device}, but this step computes on {device}; "
@@ -117,8 +117,8 @@ class Runner:
 
     @property
     def seen(self) -> Seen | None:
-        """Attention coverage of the latest watched cell, or None if no key was hidden. The CPU
-        waits for the result."""
+        """Share of dense attention's mass on the keys that the chosen pages keep, in the latest
+        cell that measured it; None if every key was seen. The CPU waits for the result."""
         return None if self._seen is None else self._seen()
 
     def follow(self, model: PreparedModel) -> None:

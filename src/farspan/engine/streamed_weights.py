@@ -183,7 +183,7 @@ class StreamedWeights:
             start += aligned(one.sum_size)
 
     def release(self) -> None:
-        """Free the memory of gradients; `.grad` keeps its values."""
+        """Let go of the gradients' pinned memory. `.grad`, a view of it, keeps its values."""
         for one in self._units:
             one.settle()
         for p in self._all():

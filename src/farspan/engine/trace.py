@@ -174,7 +174,7 @@ class Recorder(UncompiledMode):
         self.events.append(Mark(name))
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Record existing tensors as created now, outside steps."""
+        """Record tensors that exist before the trace as allocated now and outside any step."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive and storage.nbytes():

@@ -92,8 +92,8 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Start exchanging tensors for this rank's heads. Each tensor comes with the range of every
-        rank's heads to exchange, or None for all."""
+        """Start the all-to-all that gives this rank all tokens of its heads. A tensor comes with
+        the range of heads to send within each rank's part of its heads; None sends all."""
         tensors = [self._some(x, heads) for x, heads in parts]
         if self.padding:
             tensors = [x[:, :, :0] for x in tensors]

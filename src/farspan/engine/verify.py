@@ -248,8 +248,8 @@ ROUNDED = {
 
 
 class RoundedApart(TorchDispatchMode):
-    """Mode that adds to float64 results up to half a rounding more, drawn from a seed, to show how
-    far rounding moves a computation."""
+    """Dispatch mode that multiplies float64 results by 1 + eps u, with a random |u| <= 0.5 drawn
+    from a seed, to show how far rounding errors move a computation."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -76,10 +76,10 @@ def _given(held: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Everything that decides how a step runs a model, except the values of weights. `states` has
-    the path and the attributes of the model, every module in it and every configuration they hold.
-    The text of a look, `str(look)`, has no addresses and no devices: ranks that have made the same
-    model have the same text."""
+    """Fingerprint of a model: everything that decides how a step runs it, except the values of
+    weights. `states` has the path and the attributes of the model, every module in it and every
+    configuration they hold. `str(look)` has no addresses and no devices, so it is the same text on
+    all ranks that have made the same model."""
 
     states: list[tuple[str, dict[str, Any]]]
 
@@ -221,8 +221,9 @@ def _called_by(method: FunctionType) -> list[Any]:
 
 
 def _tensor(x: Tensor) -> Same:
-    """Return the identity of a tensor, for a buffer with its version: values of weights change with
-    every update, and are no edits."""
+    """Return the identity of a tensor by which edits of a model are found. It has the version
+    counter, which shows writes in place, unless it is a parameter: every update writes to
+    parameters."""
     text = x.dtype, tuple(x.shape), x.requires_grad
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version

@@ -273,10 +273,10 @@ def _rope_path(path: tuple[str, ...], kind: str, entry: str) -> tuple[str, ...]:
 
 
 def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[tuple[str, str]]:
-    """Return the RoPE entries, by kind of layer, that transformers sets from a field of
-    config.json. Families have names of their own (rotary_pct, rope_local_base_freq,
-    global_rope_theta), and read the common ones in their own way. So two marker values are written
-    there, and entries that take both are returned."""
+    """Return the RoPE parameters, as (kind of layer, name), that a field of config.json sets.
+    Families name such fields differently (rotary_pct, rope_local_base_freq, global_rope_theta) and
+    read the common ones in their own way. So the configuration is read twice with different values
+    in the field, and parameters that have the field's value both times are returned."""
     before = ropes(config)
     asked = name in SPELLINGS or not _has(config, name) or name.startswith(("rope_", "rotary_"))
     if not before or not asked:

@@ -274,8 +274,9 @@ class CausalLMStages:
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
-        """Return, for each layer, the keywords that are None without a cache and objects with one.
-        Families name them differently, and from transformers 5.24 on in another way."""
+        """Return, for each layer, the names of arguments by which the model passes it a cache: None
+        with use_cache=False, objects with True. Families, and transformers 5.24, name them
+        differently."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
@@ -477,8 +478,9 @@ def uncompiled() -> Iterator[None]:
 
 
 class UncompiledMode(TorchDispatchMode):
-    """Dispatch mode that tells torch it runs uncompiled code. Any other mode tells the compiler so
-    at every operation, which takes as long as a small operation (torch 2.13)."""
+    """Dispatch mode whose handler torch does not wrap in a function that turns the compiler off. It
+    wraps that of any other mode, which costs as much as a small operation each time (torch
+    2.13)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

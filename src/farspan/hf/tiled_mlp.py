@@ -307,7 +307,8 @@ class _Probe:
         shell: nn.Module,
         total: dict[nn.Parameter, Tensor] | None = None,
     ) -> list[Tensor | None]:
-        """Return the gradients of the layer's input and weights, with the layer in a shell."""
+        """Return the gradients of the layer's input and weights. `shell` is the module that runs:
+        the layer itself, or a copy that shares its weights and replaces some of its children."""
         dtype = next(layer.parameters()).dtype
         hidden = self.hidden.to(dtype).detach().requires_grad_()
         parameters = [p for p in layer.parameters() if p.requires_grad]

@@ -242,7 +242,8 @@ class _LayerCounts:
         return work, moved
 
     def _cells(self) -> Array:
-        """Seconds per lane of all the layer's cells, and of copies within the device, [5, F]."""
+        """Seconds per step that the layer's cells, and copies within the device, take on each lane
+        (compute, fetch, evict, collective, host), [5, F] for F choices of what to save."""
         cell_prices, spec, choices = self.grid.cell_prices, self.spec, self.choices
         lanes, compute = cell_prices.lanes, self.acts.of(COMPUTES, choices)
         work = lanes.forward[spec].total(compute, choices)

@@ -122,7 +122,7 @@ def with_layers(model: ModelSpec, layers: Sequence[int]) -> ModelSpec:
 
 
 def most_layers(question: Question) -> int:
-    """Return the number of layers on the largest rank, with stages as equal as possible."""
+    """Return the number of layers on the fullest rank, with stages as equal as possible."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = group_ranges(Schedule(groups=layers), layers, stages)
     return max(stop - start for start, stop in ranges)

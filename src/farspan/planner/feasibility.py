@@ -216,9 +216,9 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """Return the representative chunks: the latest of each run of chunks that save the same
-    tensors, and one more of the earliest run, which runs backward when all layers have gradients.
-    `first` adds the first chunk, the longest of unequal chunks."""
+    """Return the chunks whose memory stands for all. Consecutive chunks that save the same tensors
+    form a run: the last of each, and one more of the first run, whose backward finds that a later
+    chunk has made all layers' gradients. `first` adds chunk 0, the longest of unequal chunks."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])

@@ -68,7 +68,8 @@ class SaveCounts:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """First chunk of each span, [S]; the last chunk is always its own span."""
+        """First chunk of each span, [S]. A span is a run of chunks that save the same tensors in
+        every choice; the last chunk is always its own span."""
         borders = self.chunks - np.concatenate([self.attention, self.graphs, [self.chunks, 1]])
         return np.unique(borders[borders < self.chunks])
 
@@ -233,7 +234,7 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class GroupSplits:
-    """K ways to split the layers of one question into groups."""
+    """K ways to split a rank's layers into groups (consecutive layers that run together)."""
 
     question: Question  # about the rank's layers (evaluate.part_of)
     sizes: tuple[tuple[int, ...], ...]
@@ -304,8 +305,9 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed. A split into many groups has a few: where even and
-        tapered splits peak."""
+        """Groups of layers whose memory is computed: all if a split has few; else the first and
+        last two and the middle one, where even splits and splits with shrinking groups need the
+        most."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -365,7 +367,7 @@ class GroupSplits:
         return np.array([prices.streamed(split) for split in self.own])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
-        """Bytes of the device slots for streamed weights or for their gradients, [K, 1]."""
+        """Bytes of the device slots that streamed weights or gradients pass through, [K, 1]."""
         return np.array(
             [[prices.weight_slots(split, gradients)] for split in self.own], dtype=float
         )

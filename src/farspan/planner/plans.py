@@ -558,10 +558,11 @@ def best_sparse(
     question: Question,
     search: Callable[[Question], Sequence[Plan]],
 ) -> Plan:
-    """Return the best plan with `question.sparse`, among the schedules that `search` finds for
-    dense attention. If no sparse plan fits but a dense one would, dense attention is the remedy.
+    """Return the best plan with the sparse attention that `question.sparse` asks for, among the
+    schedules that `search` finds for dense attention. If no sparse plan fits, the returned plan
+    says so; if a dense one would fit, its remedy is dense attention.
 
-    Raises UnsupportedError, also for several devices.
+    Raises UnsupportedError if the layout has several devices.
     """
     sparse = _sparse_of(question)
     dense = search(replace(question, sparse=None))

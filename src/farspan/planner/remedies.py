@@ -240,7 +240,8 @@ def _sharing(question: Question, most: int) -> Changes:
 
 
 def _cards(question: Question) -> Changes:
-    """Yield machines with larger devices, one for devices of about the same size."""
+    """Yield machines with more GPU memory to suggest, smallest first, at least 10% apart in
+    memory."""
     here = question.machine
     usual = find_machine(here.name) if here.name in names() else None
     if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):

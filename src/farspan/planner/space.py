@@ -246,7 +246,7 @@ def _part(room: float, size: float) -> float:
 
 
 def _widest(cell_prices: CellPrices) -> _Layer:
-    """Return the layer that swaps the most bytes."""
+    """Return the layer whose saved activations are the most bytes to copy to the host and back."""
     keys, count = cell_prices.share.keys.total, cell_prices.cells(np.array(len(cell_prices.chunks)))
     beside, found = cell_prices.question.overlap, []
     for spec in cell_prices.classes:

@@ -49,7 +49,7 @@ LOSS = 8  # bytes of the step's accumulated loss
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Peak bytes of a walk, without arenas, inputs and weights."""
+    """Peak bytes of a walk (the planner's simulated step), without arenas, inputs and weights."""
 
     bytes: int
     gradients: int  # of all weights, at the end of a step

@@ -261,8 +261,8 @@ class LongContext:
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
         """Compute the loss with the Trainer's own method. A reference model's log-probabilities are
-        computed before: between the model's forward and backward they would take the memory that
-        keeps the forward's results, which would have to be computed again."""
+        computed first, since both models run in the same memory: between the policy's forward and
+        backward they would overwrite saved activations, and the forward would run again."""
         compute = super().compute_loss  # type: ignore[misc]
         names = next(
             (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()

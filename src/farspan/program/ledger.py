@@ -161,8 +161,8 @@ class Ledger:
         self._open(name, kind, -1, DEVICE, (0, 0), size, size)
 
     def clear(self, name: str) -> None:
-        """Zero dK, dV. A host buffer is zeroed by a copy from a device slot, so that the link's
-        lane orders it with all other copies of these bytes."""
+        """Zero a buffer of dK, dV. A host buffer is zeroed by copies from a zeroed device buffer,
+        not by the CPU: the copy stream then orders them with all other copies of these bytes."""
         if self.buffers[name].tier is DEVICE:
             self.emit(Clear(name))
             return

@@ -302,7 +302,8 @@ class GroupPasses(Group):
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
-        """Put the gradient of the group's output into the register gradient[top + 1]."""
+        """Emit what puts the gradient of the group's output into the program's register
+        gradient[top + 1], where the backward of `top`, the group's last layer, reads it."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
             return

@@ -211,7 +211,7 @@ RESIDENCY: dict[Kind, Residency] = {
 
 
 def layer_buffers(layer: int, *until: Until) -> Iterator[str]:
-    """Yield the names of the layer's buffers that are freed at one of these times."""
+    """Yield the names of the layer's buffers that are freed at the times `until` in a step."""
     for row in RESIDENCY.values():
         if row.until in until:
             yield from (name(layer) for name in row.homes)

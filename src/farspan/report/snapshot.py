@@ -288,8 +288,9 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights; of the memory
-    of cells, only what kernels need beyond the plan's walk."""
+    """Yield the snapshot's blocks outside the arena that last the whole step, such as weights. Of
+    the memory of cells, only the kernels' extra memory: the planner's walk has the rest, `walked`
+    bytes."""
     sizes = {
         name: count
         for name, count in parts.items()

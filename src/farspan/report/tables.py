@@ -28,7 +28,7 @@ def show(view: RenderableType, *, stderr: bool = False) -> None:
 
 
 def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
-    """Render a view as lines without padding and line breaks, so that grep matches."""
+    """Render a view as whole lines, never wrapped or padded, so that grep finds entries."""
     console = Console(file=StringIO(), color_system=None, width=width)
     with console.capture() as shown:
         console.print(view)

@@ -398,7 +398,8 @@ class _Moments:
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return roots of symmetric matrices [n, D, D], and inverse roots on nonzero directions."""
+    """Return the square roots of symmetric positive semidefinite matrices [n, D, D], and the
+    inverses of these roots. Eigenvalues below 1e-9 of the largest are raised to that."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)

@@ -594,6 +594,7 @@ class TritonFar:
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:
-    """View a slab's copies [U, P, D] as a buffer [U * P, B, Hk, D] for all rows and heads."""
+    """View pages copied to the device, [U pages, P tokens, D], as keys or values [U * P, B, Hk, D].
+    Each page serves one row and head, so all B rows and Hk heads share its memory (stride 0)."""
     rows, heads = choice.shape[:2]
     return of_units.flatten(0, 1)[:, None, None].expand(-1, rows, heads, -1)

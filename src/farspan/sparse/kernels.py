@@ -338,7 +338,8 @@ def _rows_from(x, place, head, token, shape: tl.constexpr):
 
 @triton.jit
 def _owned(visits, row, start, sizes, shape: tl.constexpr):
-    """Return a dK, dV program's keys: row, head, first token in sequence and buffer, a mask."""
+    """Return the keys that one instance of the dK, dV kernel sums for: batch row, KV head, first
+    token in the sequence and in the buffer, and a mask of the keys that exist."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
     page = tl.load(visits.pages + start)

@@ -40,7 +40,7 @@ class SparseReference:
     layer: int = 0
 
     def of(self, module: Any) -> "SparseReference":
-        """Return this reference for the layer that `module` belongs to."""
+        """Return a copy of this reference for the layer that holds `module`, its attention."""
         return replace(self, layer=module.layer_idx)
 
     def __call__(

@@ -38,8 +38,9 @@ Sums = dict[str, Tensor | float]
 
 
 class _LogProbLoss:
-    """Base of losses that are computed from token log-probabilities, on each replica: a mean over
-    trained tokens."""
+    """Base of losses computed from the log-probabilities of tokens, as a mean over the trained
+    tokens of all replicas (subclasses may divide by others). Each replica computes its batches'
+    share."""
 
     def __init__(self, batches: Batches, observer: Observer) -> None:
         self.batches, self.observer = batches, observer

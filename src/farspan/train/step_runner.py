@@ -237,8 +237,9 @@ class StepRunner:
         return nullcontext() if self._recorder is None else self._recorder.updating()
 
     def took(self, seconds: float) -> dict[str, int]:
-        """Note the seconds of a finished step, write its records, and return values for
-        metrics.jsonl: the predicted and measured peak bytes, after the first two steps only."""
+        """Note the seconds of a finished step and write its records. Return values for
+        metrics.jsonl: the predicted and measured peak bytes, from the step that measured them (on a
+        CPU also from the next), else nothing."""
         found, self._measured = self._measured, {}
         metered = bool(found)
         if not self._seconds and self._ctx.device.type == "cpu":

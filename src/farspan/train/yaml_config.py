@@ -530,7 +530,7 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Convert texts such as 128K under these names to numbers; types check other values."""
+    """Read the texts (such as 128K) under the keys `names` as numbers; type checks come later."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
     texts |= {n: str(values[n]) for n in names if _is_too_many(values.get(n))}

@@ -182,7 +182,8 @@ def segments(trace: Trace) -> tuple[Segment, ...]:
 
 
 def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Signature:
-    """Return sizes and the order of births and deaths: if equal, segments share one plan."""
+    """Return each tensor's size and the order in which tensors are made and freed. Segments (passes
+    of a layer) with equal signatures share one placement plan."""
     times = sorted({t for i in local for t in (requests[i].born, requests[i].dies)})
     rank = {time: index for index, time in enumerate(times)}
     return tuple((requests[i].size, rank[requests[i].born], rank[requests[i].dies]) for i in local)

@@ -58,7 +58,7 @@ class Policy(IntFlag):
 
 
 class BackendCall(IntEnum):
-    """Backend calls that a test can make fail."""
+    """Calls to the CUDA driver, or to its stand-in, that a test can make fail."""
 
     RESERVE = 0
     CREATE = 1
