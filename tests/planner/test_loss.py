@@ -1,6 +1,6 @@
 """Plans of losses that are computed from log-probabilities: what the engine takes and does."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -345,6 +345,20 @@ def test_a_new_kind_of_loss_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LossConfig(paired, beta=0.2).planned() == Objective(paired, Reference.FROZEN)
     assert LossConfig(paired).paired
     assert "plain" in describe_type(LossKind)
+
+
+def test_a_new_key_of_a_loss_is_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    focal = add_member(monkeypatch, LossKind, "focal", LossRow(keys=("gamma",)))
+    assert Keyed(focal, gamma=0.5).gamma == 0.5
+    with pytest.raises(UnsupportedError, match="gamma: expected a number of at least 0"):
+        Keyed(focal, gamma=-1.0)
+    with pytest.raises(UnsupportedError, match="gamma: kind dpo does not use it"):
+        Keyed(LossKind.DPO, gamma=0.5)
+
+
+@dataclass(frozen=True)
+class Keyed(LossConfig):
+    gamma: float = 2.0
 
 
 PLACES: list[tuple[dict[str, Any], str]] = [
