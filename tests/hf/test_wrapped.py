@@ -48,7 +48,7 @@ def test_one_that_changes_results_is_refused() -> None:
     model = make_model("llama")
     wrap(model, doubled)
     with pytest.raises(
-        UnsupportedError, match=r"forward that was set on LlamaForCausalLM .* by 5\.0e-01"
+        UnsupportedError, match=r"LlamaForCausalLM .* has a replaced forward.* by 5\.0e-01"
     ):
         Step(model, SCHEDULE)
 

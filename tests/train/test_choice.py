@@ -112,7 +112,7 @@ def test_the_tier_that_ran_out_shrinks_and_the_other_stays(chooser: Chooser, tie
     assert first.plan is not None
     with pytest.raises(
         UnsupportedError,
-        match=r"schedule: none fits .* on the device and .* on the host: grouped misses",
+        match=r"schedule: none fits .* on the device and .* on the host: grouped comes",
     ):
         made.again(first, SHORT[tier])
     assert made._question is not None
@@ -213,7 +213,7 @@ def test_one_memory_shrinks_by_what_both_tiers_took(
     made = chooser(one_memory(GIB))
     first = made.first()
     assert first.plan is not None
-    with pytest.raises(UnsupportedError, match=r"none fits \d.* of main memory: grouped misses"):
+    with pytest.raises(UnsupportedError, match=r"none fits \d.* of main memory: grouped comes"):
         made.again(first, SHORT[Tier.HOST])
     assert made._question is not None
     arenas = first.plan.device.parts["arena"], first.plan.host.parts["arena"]
