@@ -136,7 +136,7 @@ def test_of_what_this_run_passed_over_only_the_damaged_is_replaced(tmp_path: Pat
     relist(tmp_path / "step-00000008", lambda listed: listed.update(format=3))
     saver, warnings = replicated(), list[str]()
     saver.resume(tmp_path, RUN, warnings.append)
-    assert ["is kept" in text for text in warnings] == [True, True, True, False]
+    assert ["renames it" in text for text in warnings] == [True, True, True, False]
     save(tmp_path, 4, keep=1, saver=saver)
     assert names(tmp_path) == [f"step-0000000{n}" for n in (4, 6, 7, 8)]
 

@@ -95,7 +95,7 @@ def test_broken_text_is_refused_by_its_line(text: str, words: str) -> None:
 
 @pytest.mark.parametrize("name", ["two\nlines", " blank", "", "bell\a"])
 def test_a_name_that_is_no_line_is_not_written(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="line of its own"):
+    with pytest.raises(UnsupportedError, match="printable name on one line"):
         to_text(Trace((Mark(name),)))
 
 

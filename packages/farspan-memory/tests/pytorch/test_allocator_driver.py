@@ -60,7 +60,7 @@ def test_no_device_is_refused(tmp_path: Path) -> None:
 
 def test_a_driver_that_does_not_start_is_refused(tmp_path: Path) -> None:
     library = driver(tmp_path, DRIVER + ATTRIBUTE, INIT=100, DEVICES=1, ABLE=1)
-    with pytest.raises(UnsupportedError, match="answers cuInit with error 100"):
+    with pytest.raises(UnsupportedError, match="cuInit failed with error 100"):
         refuse_without_virtual_memory(library)
 
 
