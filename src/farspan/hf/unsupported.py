@@ -69,6 +69,8 @@ def refuse_model(model: PreTrainedModel) -> None:
     for field, error in _MUST_BE_FALSE.items():
         if getattr(config, field, False):
             raise UnsupportedError(error.format(name))
+    # First, for its reason: decoders of encoder-decoders are not causal by their flags either.
+    _refuse_modules(model)
     # Gemma4's "vision" applies to the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
     if sees_later not in (None, False, "vision") or not _is_causal(model):
@@ -83,7 +85,6 @@ def refuse_model(model: PreTrainedModel) -> None:
                 "so far, even in earlier steps, so no chunk can know its table; expected one of "
                 f"{', '.join(SLICEABLE_ROPE)} (yarn extends the context and is exact)"
             )
-    _refuse_modules(model)
     _refuse_attention(config)
 
 
