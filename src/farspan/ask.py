@@ -73,7 +73,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks the planner. Sizes are numbers or text, see `farspan.formatting`.
+    """A user's question to the planner. Sizes are numbers or text, see `farspan.formatting`.
 
     `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
     adapters. `batch` counts for each group of devices that shares a sequence.

@@ -53,7 +53,7 @@ class Quantization(StrEnum):
 
 
 class Reference(StrEnum):
-    """Where the log-probabilities of the reference model or teacher in a loss come from."""
+    """Sources of the log-probabilities of a loss's reference model or teacher."""
 
     NONE = "none"
     FROZEN = "frozen"  # a second copy of the weights, evaluated each step
@@ -140,7 +140,7 @@ class AttentionKernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which kernels a schedule uses; their results differ only in rounding."""
+    """Kernels that a schedule uses; their results differ only in rounding."""
 
     attention: AttentionKernel = AttentionKernel.AUTO
     # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.
@@ -510,7 +510,7 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a step runs: the order of its cells, and the memory in which each tensor lives.
+    """Plan of a step: the order of its cells, and the memory in which each tensor lives.
 
     All schedules give the same gradients; they differ in memory and time. The exception is
     `sparse`, which approximates: all schedules with the same chunk and `sparse` give the same

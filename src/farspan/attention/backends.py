@@ -138,7 +138,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """What a backward reads per query, [B, H, Sq, ...]; out and lse cover all blocks and sinks."""
+    """Inputs of a backward per query, [B, H, Sq, ...]; out and lse cover all blocks and sinks."""
 
     dout: Tensor
     q: Tensor

@@ -79,7 +79,7 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """Where a file stores a box of a tensor, and its digest `xxh3`; None if already verified."""
+    """Place in a file of a tensor's box, and its digest `xxh3`; None if already verified."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

@@ -82,7 +82,7 @@ _ADVICE = "move this folder away to resume from an older checkpoint, or start in
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """How far a run has come; together with the seed it decides every batch that follows."""
+    """Progress of a run; together with the seed it decides every batch that follows."""
 
     step: int = 0  # updates done, skipped ones included
     tokens: int = 0  # tokens read in these updates

@@ -25,7 +25,7 @@ _PROMPT = ("prompt", "completion")  # fields of a record in format prompt
 
 
 class SourceKind(StrEnum):
-    """How documents are read from a source."""
+    """Formats in which documents are read from a source."""
 
     AUTO = "auto"  # files by their suffixes, other paths as data sets of the hub
     STDLIB = "stdlib"  # sources of the running Python, each file a document
@@ -50,7 +50,7 @@ class FormatRow:
 
 
 class RecordFormat(StrEnum):
-    """What the fields of a record mean, in a JSON line or in a row of a dataset."""
+    """Meaning of a record's fields, in a JSON line or in a row of a dataset."""
 
     row: FormatRow
 
@@ -99,14 +99,14 @@ class RecordFormat(StrEnum):
 
 
 class Loss(StrEnum):
-    """Which tokens are trained, in chats and in prompts with completions."""
+    """Choices of the tokens that are trained, in chats and in prompts with completions."""
 
     ANSWERS = "answers"
     ALL = "all"
 
 
 class PackingKind(StrEnum):
-    """How documents are packed into sequences of one length."""
+    """Methods of packing documents into sequences of one length."""
 
     WHOLE = "whole"  # best fit: divides only documents longer than a sequence; some padding
     CUT = "cut"  # end to end, cut when a sequence is full; no padding
@@ -129,7 +129,7 @@ def _is_day(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """Where documents come from, which parts to train, and which documents to hold out.
+    """Sources of documents, the parts to train, and the documents to hold out.
 
     `path` is a file, a folder (every file below it whose name does not start with a dot), a glob
     such as `corpus/**/*.txt`, or the name of a data set on the hub. Without one, the documents are
@@ -268,7 +268,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSource(SourceConfig):
-    """One of several sources, with its share of the training tokens."""
+    """A source among several, with its share of the training tokens."""
 
     weight: float = 1.0  # share of the tokens, relative to the sum of all weights
 

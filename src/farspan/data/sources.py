@@ -144,7 +144,7 @@ def decode(data: bytes, path: Path, line: int) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """How far the reading of files has come, in bytes on disk."""
+    """Progress of reading files, in bytes on disk."""
 
     total: int = 0
     before: int = 0  # bytes of files that were read to their end

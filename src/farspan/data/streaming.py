@@ -38,7 +38,7 @@ _PATIENCE = 0.2  # seconds between checks of a window that is being read
 
 @dataclass(frozen=True, slots=True)
 class WindowFacts:
-    """What is kept about a window after its tokens are deleted."""
+    """Facts about a window that are kept after its tokens are deleted."""
 
     end: Place | None  # place of its last document; None: end of the stream
     sequences: int

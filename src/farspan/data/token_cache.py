@@ -86,7 +86,7 @@ def unwatched(documents: int, tokens: int, read: HowFar) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Which ids end trained turns, and in how many documents an end sign stands inside a turn."""
+    """Ids that end trained turns, and the number of documents with an end sign inside a turn."""
 
     number: int = 0
     last: tuple[tuple[int, int], ...] = ()  # (id, turns that end in it), the most frequent first
@@ -686,7 +686,7 @@ def _ask(child: int, pipe: Connection, document: Document) -> Content:
 
 
 def _serve(read: Read, pipe: Connection) -> None:
-    """In the child, answer requests until the parent closes its end of the pipe."""
+    """Answer requests in the child process until the parent closes its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)  # SIGPROF then ends the process

@@ -48,7 +48,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HowFar:
-    """How far the reading of a source has come."""
+    """Progress of reading a source."""
 
     done: int
     total: int

@@ -139,8 +139,8 @@ class BackgroundTask(Protocol):
     """Work that a FailureDetector's thread does at each heartbeat."""
 
     def look(self, store: Store) -> None:
-        """Do the work of one heartbeat; not called once a fault is known. May raise the store's
-        RuntimeError, and ValueError for entries that farspan did not write."""
+        """Do a part of the work, at one heartbeat. Not called once a fault is known. May raise the
+        store's RuntimeError, and ValueError for entries that farspan did not write."""
 
     def give_up(self) -> None:
         """End the work, because heartbeats end or a fault is known. May be called again."""

@@ -157,7 +157,7 @@ class ShardRegion:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Where this rank's part of a tensor of `shape` lies in the whole; no boxes: it has none."""
+    """Boxes of this rank's part within a tensor of `shape`; empty if it has no part."""
 
     shape: tuple[int, ...]
     boxes: tuple[ShardRegion, ...]

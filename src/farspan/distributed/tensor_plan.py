@@ -33,7 +33,7 @@ INSTEAD = "use ulysses instead of tensor"
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """How a parameter is sharded along a dimension, in equal slices of each part (Q, K, V)."""
+    """Sharding of a parameter along a dimension, in equal slices of each part (Q, K, V)."""
 
     shape: tuple[int, ...]  # of the whole parameter
     dim: int
@@ -84,7 +84,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model's decoder layers are sharded over `ranks` ranks."""
+    """Sharding of a model's decoder layers over `ranks` ranks."""
 
     ranks: int
     prefix: str  # name of the list of layers in the model

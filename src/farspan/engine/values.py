@@ -33,7 +33,7 @@ Ready = tuple[PreparedModel, PreparedProgram]
 
 @dataclass(frozen=True, slots=True)
 class AskedValues:
-    """What the caller of `step.values` or `step.logprobs` asked for."""
+    """Arguments of a call of `step.values` or `step.logprobs`."""
 
     function: LogProbs | HeadFunction
     inputs: StepInputs

@@ -261,7 +261,7 @@ class GroupSplits:
 
     @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """Whether the model's last group is a single layer, which saves no activations, [K, 1]."""
+        """Flags of groupings that end with one layer, which saves no activations, [K, 1]."""
         return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
 
     @cached_property

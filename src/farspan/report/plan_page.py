@@ -335,7 +335,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """Where the tensors of the cells on the page are stored, updated instruction by instruction."""
+    """Places of the tensors of the cells on the page, updated instruction by instruction."""
 
     program: Program
     layers: dict[int, int]  # layer to its row on the page

@@ -364,7 +364,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """How often checkpoints are saved, and which ones are kept."""
+    """Interval of checkpoints, and the choice of those that are kept."""
 
     every: int = 100  # steps between checkpoints; 0: only after the last step and on interruption
     keep: int = 2  # number of latest checkpoints to keep

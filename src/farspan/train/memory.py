@@ -166,7 +166,7 @@ WHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a run keeps its optimizer states, never `auto`, and the reason."""
+    """Place of a run's optimizer states, never `auto`, and the reason for it."""
 
     states: StatesPlace
     reason: str

@@ -1,4 +1,4 @@
-"""What long work tells its user as it goes, and signals that end it."""
+"""Reports of long work to its user, and the signals that end it."""
 
 import signal
 import threading
