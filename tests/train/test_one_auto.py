@@ -247,6 +247,11 @@ def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> lis
             said = of_step(step, batch, tokens)
             ids = torch.arange(tokens).repeat(batch, 1)
             loss = None if step.plan is None else step(ids, ids).item()
+            sharded = step.sharded_model
+            assert sharded is not None
+            # Where a plan put whole weights, gradients are summed, too.
+            if step.plan is not None and not layout.cuts_weights():
+                assert sharded.sharded.offload == (step.weights is not None)
             found.append((said, loss, step.weights is not None))
     return found
 
