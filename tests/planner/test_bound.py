@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from farspan.planner.bounds import ScheduleGrid, fixed, grid_of, least, peaks, seconds, tiers_of
@@ -29,7 +29,7 @@ from farspan.spec import (
 )
 from tests.grids import examples
 from tests.planner.machines import slow_machine
-from tests.program.cases import dense, steps
+from tests.program.cases import dense, model_of, steps
 
 CLOSE = 1e-9  # sums of the same numbers in another order
 
@@ -79,10 +79,17 @@ def anywhere(step: Step, on_host: bool) -> Step:
 
 
 STEPS = st.builds(anywhere, steps().map(dense), st.booleans())
+# Few steps drawn have weights in main memory and several groups, whose last two stay.
+STREAMED = (
+    model_of(4),
+    RunSpec(batch=1, tokens=64),
+    Schedule(chunk=16, groups=1, weights=Tier.HOST),
+)
 
 
 @settings(max_examples=examples(150))
 @given(STEPS, st.booleans())
+@example(STREAMED, False)
 def test_bounds_hold(step: Step, overlap: bool) -> None:
     question, schedule, grid = make_grid(step, overlap=overlap)
     found, tiers = peaks(grid), tiers_of(schedule)
