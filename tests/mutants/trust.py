@@ -245,7 +245,7 @@ TRUST = (
         "weights on the host: a checkpoint is written while they are updated",
         "            self._ctx.optimizer.settle()\n            state =",
         "            state =",
-        (MOVED + "test_an_update_beside_the_next_step_changes_nothing[bfloat16-host]",),
+        (MOVED + "test_an_update_beside_the_next_step_changes_nothing[lora-disk]",),
     ),
     Fault(
         "weights on the host: an update beside the next step is for nothing in plans",
