@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan.engine.loss import shift_labels
 from farspan.engine.preparation import PreparedModel, prepare
+from farspan.engine.runner import Runner
 from farspan.engine.step import Step
 from farspan.hf.edits import first_edit, look
 from farspan.hf.load import add_adapters
@@ -482,6 +483,50 @@ def test_an_edit_that_is_taken_back_after_a_refusal_runs_again(weights: Tier) ->
     count = int((shift_labels(DATA.labels, DATA.document_ids) != -100).sum())
     (-found.sum() / count).backward()
     assert_close(Outcome(-found.detach().sum() / count, gradients(model)), expected)
+    assert_close(run_step(model, step, DATA), expected)
+
+
+def test_a_call_after_a_refusal_has_memory_of_the_model_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The refused call prepared the model, which another call may run."""
+    model = make_model("llama")
+    step = Step(model, SCHEDULE)
+    step.logprobs(*DATA)
+    followed, follow = [], Runner.follow
+
+    def told(self: Runner, prepared: PreparedModel) -> None:
+        followed.append(prepared)
+        follow(self, prepared)
+
+    monkeypatch.setattr(Runner, "follow", told)
+    model.requires_grad_(False).float()
+    with pytest.raises(UnsupportedError, match="no parameter requires a gradient"):
+        step(*DATA)
+    assert followed == [step.prepared_model]
+    assert step.memory.open_forward is None
+    step.evaluate(*DATA)
+
+
+@pytest.mark.parametrize("weights", Tier)
+def test_a_schedule_that_cannot_be_prepared_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, weights: Tier
+) -> None:
+    """A planned schedule is prepared at the first call, which may be interrupted or refused."""
+    model, other = make_model("llama"), Schedule(chunk=8, groups=1, weights=weights)
+    step, expected = Step(model, SCHEDULE, poison=True), run_oracle(model, DATA)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("farspan.engine.preparation.describe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step._calls.models.follow(other)
+    assert step.schedule == SCHEDULE
+    assert_close(run_step(model, step, DATA), expected)
+    step._calls.models.follow(other)
+    assert step.schedule == other
     assert_close(run_step(model, step, DATA), expected)
 
 

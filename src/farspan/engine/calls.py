@@ -66,11 +66,13 @@ class Calls:
 
     def accept(self, *, trains: bool) -> PreparedModel:
         """Return the model, prepared again if it has changed. Raises UnsupportedError."""
-        was, now = self.models.now, self.models.accept(trains=trains)
-        if now is not was:
-            self.runner.memory.open_forward = None
-            self.runner.follow(now)
-        return now
+        was = self.models.now
+        try:
+            return self.models.accept(trains=trains)
+        finally:  # a call that is refused may have prepared the model for the next one
+            if self.models.now is not was:
+                self.runner.memory.open_forward = None
+                self.runner.follow(self.models.now)
 
     def compare(self, same: Agreement, trained_tokens: int | None = None, *, draws: bool) -> None:
         """Have ranks compare everything that decides how this call of the model runs, except its

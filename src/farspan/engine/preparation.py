@@ -276,15 +276,20 @@ class Preparations:
             self.now = self._kept[-1] = replace(self.now, look=self.sharded.look)
 
     def follow(self, schedule: Schedule) -> None:
-        """Prepare the model for a new schedule. Raises UnsupportedError."""
-        was, self.schedule = self.now, schedule
+        """Prepare the model for a new schedule; keep the old one if that raises an error."""
+        was, before = self.now, self.schedule
+        self.schedule = schedule
         self._kept.clear()
         on_host = is_on_host(schedule, self.sharded)
         if on_host and self.sharded is None:
             self.device = was.stages.device
-        if on_host != (was.weights is not None):
-            self.keep_whole()
-        self.begin(was.weights)
+        try:
+            if on_host != (was.weights is not None):
+                self.keep_whole()
+            self.begin(was.weights)
+        except BaseException:
+            self.schedule, self.now = before, was
+            raise
 
     def accept(self, *, trains: bool) -> PreparedModel:
         """Return the model as it is now, prepared again if it has changed. Raises UnsupportedError
