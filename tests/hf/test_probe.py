@@ -129,10 +129,26 @@ class TestWhatCouldNotBeNoticedByName:
             step.evaluate(*data)
 
         step.progress = again
-        with pytest.raises(RuntimeError, match="already running"):
+        with pytest.raises(RuntimeError, match="a Step with this memory is running"):
             step(*data)
         step.progress = None
         step(*data)
+
+    def test_a_step_within_another_in_one_memory(self) -> None:
+        """Its buffers would overwrite those of the other."""
+        data = draw(20)
+        step = Step(make_model("llama"), SCHEDULE)
+        other = Step(make_model("llama"), SCHEDULE, memory=step.memory)
+
+        def within(_: Progress) -> None:
+            other(*data)
+
+        step.progress = within
+        with pytest.raises(RuntimeError, match="a Step with this memory is running"):
+            step(*data)
+        step.progress = None
+        step(*data)
+        other(*data)
 
 
 class Shifting(LlamaDecoderLayer):  # type: ignore[no-untyped-call, unused-ignore]

@@ -33,6 +33,7 @@ def read(name: str, dtype: torch.dtype) -> ModelSpec:
 
 
 UNROUTED = [name for name in FAMILIES if name not in ROUTED]
+DTYPES = [torch.float64, torch.bfloat16]
 PLAIN = Kernels(fused=False, accumulate=False)
 
 
@@ -44,8 +45,8 @@ def bare(spec: ModelSpec) -> ModelSpec:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    crossed(UNROUTED[::2], [torch.float64, torch.bfloat16])
-    + [exhaustive(name, torch.bfloat16) for name in UNROUTED[1::2]],
+    crossed(UNROUTED[::2], DTYPES)
+    + [exhaustive(name, dtype) for name in UNROUTED[1::2] for dtype in DTYPES],
 )
 def test_it_is_that_of_the_model_with_weights(name: str, dtype: torch.dtype) -> None:
     assert unread(name, dtype) == read(name, dtype)

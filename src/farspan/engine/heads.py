@@ -52,6 +52,11 @@ class TopIds(LogProbs):
     k: int = 1
     vocab: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raise UnsupportedError for more ids than the vocabulary has."""
+        if not 1 <= self.k <= (self.k if self.vocab is None else self.vocab):
+            raise UnsupportedError(f"k: expected 1 to {self.vocab or 'vocab_size'}, got {self.k}")
+
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
         """Return k ids, then their log-probabilities, the likeliest first: [n, 2 k] of logits [n,
         V]."""

@@ -78,6 +78,7 @@ class StepMemory:
     device: torch.device
     arenas: dict[Tier, Arena]
     open_forward: object = None  # the forward whose buffers are still in the arenas
+    is_running: bool = False  # a program uses the arenas now
 
     @classmethod
     def on(cls, device: torch.device, given: Self | None = None) -> Self:
@@ -105,7 +106,6 @@ class Runner:
     watch: Callable[[Program], Callable[[Instruction], None]] | None = None
     copies: CopyEngine = field(init=False)
     _seen: Callable[[], Seen] | None = None  # of the latest watched cell
-    _running: bool = False
 
     def __post_init__(self) -> None:
         self._compute_on(self.memory)
@@ -186,10 +186,11 @@ class Runner:
     ) -> Iterator[None]:
         """Run the body with memory, weights and lanes ready for a program. A program that `resumes`
         after its forward finds its memory unchanged."""
-        if self._running:
-            raise RuntimeError("step: this Step is already running; use another Step")
-        weights, sharded, arenas = model.weights, model.sharded, self.memory.arenas
-        self._running = True
+        memory = self.memory
+        if memory.is_running:
+            raise RuntimeError("step: a Step with this memory is running; use one with its own")
+        weights, sharded, arenas = model.weights, model.sharded, memory.arenas
+        memory.is_running = True
         try:
             self.memory.open_forward = None
             if not resumes:
@@ -216,7 +217,7 @@ class Runner:
             gradients.finish()
         finally:
             model.linears.gradients = None
-            self._running = False
+            memory.is_running = False
         call_accumulated(_received(model, gradients))
 
     def interpreter(
