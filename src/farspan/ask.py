@@ -7,7 +7,14 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol
 
-from farspan.formatting import EXAMPLE, as_meant, did_you_mean, read_memory, read_tokens
+from farspan.formatting import (
+    EXAMPLE,
+    as_meant,
+    did_you_mean,
+    read_memory,
+    read_sparse,
+    read_tokens,
+)
 from farspan.lazy import load
 from farspan.planner.machines import HOST_RESERVE, count_of, with_main_memory
 from farspan.planner.machines import machine as find_machine
@@ -162,6 +169,11 @@ class Request:
 
     def __post_init__(self) -> None:
         """Convert words that other tools and people use to farspan's."""
+        if isinstance(self.sparse, str):
+            object.__setattr__(self, "sparse", read_sparse(self.sparse))
+        for name in ("optimizer", "weights", "strategy", "loss", "dtype", "kernels"):
+            if getattr(self, name) is None:
+                raise UnsupportedError(f"{name}: got None; leave {name} out for the default")
         for name in ("optimizer", "weights", "strategy", "loss", "reference"):
             if isinstance(word := getattr(self, name), str):
                 object.__setattr__(self, name, as_meant(word))
@@ -296,7 +308,10 @@ def _asking(
                         f"{name}: farspan.plan has no such option{did_you_mean(name, known)}; "
                         f"expected some of {', '.join(known)}"
                     )
-            given = taken.bind(*arguments, **options)
+            try:
+                given = taken.bind(*arguments, **options)
+            except TypeError as error:
+                raise TypeError(f"farspan.plan: {error}") from None
             return function(request(*given.args, **given.kwargs))
 
         checked.__signature__ = taken  # type: ignore[attr-defined]

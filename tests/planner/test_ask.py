@@ -24,7 +24,7 @@ from farspan.planner.walk import Walk
 from farspan.profile.model import Variant
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout
-from farspan.spec import RunSpec, Schedule, UnsupportedError
+from farspan.spec import RunSpec, Schedule, Sparse, UnsupportedError
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -221,6 +221,25 @@ def test_an_option_nobody_knows() -> None:
         UnsupportedError, match=r"^layers: farspan\.plan has no such option; expected"
     ):
         farspan.plan(CONFIG, context=64, layers=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["optimizer", "weights", "strategy", "loss", "dtype", "kernels"])
+def test_none_is_no_value_of_an_option_that_has_a_default(name: str) -> None:
+    options: dict[str, Any] = {name: None}
+    with pytest.raises(UnsupportedError, match=rf"^{name}: got None; leave {name} out"):
+        farspan.plan(CONFIG, context=64, machine="h200", **options)
+
+
+def test_sparse_attention_is_asked_for_in_words() -> None:
+    options: dict[str, Any] = {"sparse": "page=64"}
+    assert Request(CONFIG, 64, **options).sparse == Sparse(page=64)
+    with pytest.raises(UnsupportedError, match=r"^sparse: expected on, off or fields"):
+        Request(CONFIG, 64, sparse="much")  # type: ignore[arg-type]
+
+
+def test_missing_arguments_name_the_function() -> None:
+    with pytest.raises(TypeError, match=r"^farspan\.plan: missing a required argument"):
+        farspan.plan()  # type: ignore[call-arg]
 
 
 def test_the_function_has_a_signature_for_help() -> None:
