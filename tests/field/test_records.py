@@ -305,7 +305,7 @@ class TestTurns:
         (loud,) = read({"messages": CHAT, "chat_template_kwargs": {"loud": True}})
         assert loud == ("LOUD" + self.TEXT, "____" + masked(self.TEXT, "ho$", "yes$"))
         for name in ("enable_thinking", "tools"):
-            with pytest.raises(UnsupportedError, match=f"template has no variable '{name}'"):
+            with pytest.raises(UnsupportedError, match=f"template takes no variable '{name}'"):
                 read({"messages": CHAT, "chat_template_kwargs": {name: True}})
 
     def test_variables_may_be_text_and_empty_ones_are_missing(self, read: Read) -> None:

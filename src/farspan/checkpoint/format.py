@@ -262,7 +262,7 @@ def _finish(
         tensors[box["name"]]["boxes"].append({k: v for k, v in box.items() if k != "name"})
     for name, tensor in tensors.items():
         if sum(prod(box["shape"]) for box in tensor["boxes"]) != prod(tensor["shape"]):
-            raise WriteFailed(f"cannot write {path}: parts of {name} are missing on all ranks")
+            raise WriteFailed(f"cannot write {path}: the ranks' parts of {name} do not fill it")
     listed = {"format": FORMAT, "state": state, "tensors": tensors}
     text = json.dumps({**listed, "xxh3": _sum(listed)}, indent=1, allow_nan=False)
     write_bytes(unfinished / LIST, text.encode("utf-8"))

@@ -266,7 +266,7 @@ class ChatForm(Form):
                 continue
             if kwargs.pop(name) not in (None, "", [], {}):
                 raise UnsupportedError(
-                    f"{place}: the chat template has no variable {name!r}; leave the variable out, "
+                    f"{place}: the chat template takes no variable {name!r}; leave it out, "
                     f"give another data.chat_template, or set data.ignore: [{TEMPLATE_KWARGS}]"
                 )
         return kwargs

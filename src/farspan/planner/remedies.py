@@ -161,7 +161,10 @@ def _batches(question: Question) -> Changes:
         smaller = RunSpec(batch, question.run.tokens)
         # The other parts of the batch come before it: their gradients exist.
         changed = replace(question, run=smaller, accumulates=True)
-        yield Remedy(f"--batch {batch}", True, "with more batches per update"), changed
+        yield (
+            Remedy(f"--batch {batch}", True, "with proportionally more batches per update"),
+            changed,
+        )
         batch //= 2
 
 
