@@ -7,7 +7,7 @@ bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from operator import itemgetter
 from typing import NamedTuple, TypeVar, dataclass_transform
 
@@ -109,6 +109,17 @@ class LossKeys:
     top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
 
 
+class Cut(IntEnum):
+    """Where a step is cut into a forward and a backward that begins when the forward is complete.
+
+    Router losses need the number of tokens that each expert gets in all layers and chunks.
+    """
+
+    NONE = 0  # the last chunk goes back at once, so its forward runs once
+    AFTER_LAYERS = 1
+    AFTER_HEAD = 2  # with the head's values of every token
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The loss of a step, with the reference model that it compares with."""
@@ -116,11 +127,19 @@ class Objective:
     kind: LossKind = LossKind.SFT
     reference: Reference = Reference.NONE
     ids: int = 1  # ids per token with log-probabilities; more than one only in distillation
+    routers: bool = False  # adds losses of a mixture of experts' routers
 
     @property
     def is_cut(self) -> bool:
         """Return whether the backward waits for all log-probabilities of the sequence."""
         return self.kind is not LossKind.SFT
+
+    @property
+    def cut(self) -> Cut:
+        """Return what must be complete before the backward begins."""
+        if self.is_cut:
+            return Cut.AFTER_HEAD
+        return Cut.AFTER_LAYERS if self.routers else Cut.NONE
 
     @property
     def evaluates(self) -> bool:

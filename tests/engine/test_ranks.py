@@ -244,6 +244,13 @@ STATES = [
     Case("states on host", SCHEDULES["host"], two(29, batch=2), "lfm2"),
 ]
 
+# Routers' losses count tokens of all ranks, except those that keep a rank in step with others.
+LOSSES = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+ROUTERS = [
+    Case("routers", SCHEDULES["kept"], two(29, batch=2), "mixtral", LOSSES),
+    Case("routers of tiny chunks", SCHEDULES["tiny"], two(6), "mixtral", LOSSES),
+]
+
 
 def words(value: object) -> str:
     """The axes of a layout that have several ranks."""
@@ -257,24 +264,24 @@ def words(value: object) -> str:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        (Layout(ulysses=2), [FEW[0], FEW[2], of_family("gpt_oss")]),
+        (Layout(ulysses=2), [FEW[0], FEW[2], of_family("gpt_oss"), *ROUTERS]),
         exhaustive(Layout(ulysses=2), ON_TWO),
         exhaustive(Layout(ulysses=4), FEW),
         exhaustive(Layout(ulysses=2, data=2), FEW),
         (Layout(pipeline=2), FEW[1:]),
         exhaustive(Layout(pipeline=2), SOME),
         exhaustive(Layout(pipeline=4), FEW[:2]),
-        (Layout(pipeline=2), STATES[:1]),
+        (Layout(pipeline=2), [*STATES[:1], ROUTERS[0]]),
         exhaustive(Layout(pipeline=2), STATES[1:]),
         (Layout(data=2), [*STATES[:1], LONG_ROPE]),
-        exhaustive(Layout(pipeline=2, ulysses=2), FEW[1:]),
-        (Layout(shards=2), [FEW[0], FEW[2], SPREAD[1]]),
+        exhaustive(Layout(pipeline=2, ulysses=2), [*FEW[1:], *ROUTERS]),
+        (Layout(shards=2), [FEW[0], FEW[2], SPREAD[1], ROUTERS[1]]),
         exhaustive(Layout(shards=2), [*SOME, *SPREAD]),
         exhaustive(Layout(shards=4), FEW[:2]),
         (Layout(ulysses=2, shards=2), [THIN]),
         exhaustive(Layout(ulysses=2, shards=2), FEW[:2]),
         (Layout(ring=2), [FEW[1], SPREAD[1]]),
-        exhaustive(Layout(ring=2), [*ON_DEVICE, *SPREAD]),
+        exhaustive(Layout(ring=2), [*ON_DEVICE, *SPREAD, *ROUTERS]),
         exhaustive(Layout(ring=2, shards=2), FEW[:2]),
         exhaustive(Layout(ulysses=2, ring=2), FEW[:2]),
     ],
@@ -290,7 +297,7 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
     [
         (Layout(), FEW[:1], {}),
         (Layout(ulysses=2), [FEW[2], SPREAD[0]], {}),
-        exhaustive(Layout(ulysses=2), CASES[:5], {}),
+        exhaustive(Layout(ulysses=2), [*CASES[:5], *ROUTERS], {}),
         (Layout(data=2), FEW[:2], {"stage": Stage.ZERO_2, "offload": True}),
         exhaustive(Layout(ulysses=2, shards=2), FEW[:2], {}),
         (Layout(pipeline=2, ulysses=2), FEW[:1], {}),

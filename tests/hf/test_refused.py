@@ -135,10 +135,6 @@ class TestModels:
         message = refusal(build("falcon_h1", **scan))
         assert "layer 0 of FalconH1ForCausalLM mixes tokens" in message
 
-    def test_that_ask_for_router_losses(self) -> None:
-        message = refusal(make_model("mixtral", output_router_logits=True))
-        assert "set output_router_logits to false" in message
-
     def test_that_add_a_bias_to_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A keyword of the attention call that is not known cannot be honoured."""
         model, bias = make_model("llama"), torch.ones(1)

@@ -18,6 +18,7 @@ from farspan.planner.timeline import run_time
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import Layout
 from farspan.spec import (
+    Cut,
     LayerWork,
     LossKind,
     ModelSpec,
@@ -123,7 +124,7 @@ def test_bounds_hold_of_losses_of_log_probabilities(
     question, schedule, grid = make_grid(step, overlap=overlap, loss=loss)
     found, tiers = peaks(grid), tiers_of(schedule)
     what = question.model, question.run, schedule
-    program = build_program(*what, is_cut=True)
+    program = build_program(*what, cut=Cut.AFTER_HEAD)
     total = run_time(Prices(question, program, together=overlap), overlap=overlap).total
     if loss.evaluates:
         forward = Prices(question, build_evaluation(*what), together=overlap)

@@ -37,7 +37,7 @@ from farspan.program.program import (
     StoreGradient,
 )
 from farspan.program.residency import Kind
-from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
+from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.grids import part_of
 from tests.memory.check_placement import check_placement
 from tests.oracles.check import check_program
@@ -152,7 +152,7 @@ def test_every_evaluation_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> N
 @given(cases.steps())
 def test_every_cut_program_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
     """Its forward runs no cell twice, and gives the values of every chunk."""
-    program = build_program(*step, is_cut=True)
+    program = build_program(*step, cut=Cut.AFTER_HEAD)
     check_program(program, program.arena_bytes)
     first = program.instructions[: program.cut]
     cells = [(i.layer, i.chunk) for i in first if isinstance(i, Forward)]

@@ -10,7 +10,7 @@ from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Lane, Order, Wait, waits
 from farspan.program.program import Allocate, Evict, Fetch, Free, Program
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier
 from tests.grids import examples
 from tests.oracles.check_order import check_order
 from tests.oracles.contents import ProgramError
@@ -23,7 +23,7 @@ Step = tuple[ModelSpec, RunSpec, Schedule]
 @given(steps())
 @example((model_of(2), RunSpec(1, 1), Schedule(chunk=1, boundary_inputs=Tier.DEVICE, kv_kept=True)))
 def test_nothing_races(step: Step) -> None:
-    for build in (build_program, build_evaluation, partial(build_program, is_cut=True)):
+    for build in (build_program, build_evaluation, partial(build_program, cut=Cut.AFTER_HEAD)):
         program = build(*step)
         check_order(program, waits(program))
 

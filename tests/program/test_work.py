@@ -13,7 +13,7 @@ from farspan.program.builder import build_evaluation, build_program
 from farspan.program.program import Program
 from farspan.program.strategies import strategy
 from farspan.program.work import work_of
-from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import Cut, LayerWork, ModelSpec, RunSpec, Schedule, Tier
 from tests.oracles.simulate import simulate
 from tests.profiles import spec_of
 
@@ -112,7 +112,7 @@ def test_a_step_that_is_cut_costs_little(groups: int, tokens: int) -> None:
     """In eight groups or more: at most 5% of the work of one pass, and 2% of its memory."""
     model, run = spec_of("Llama-3.1-8B"), RunSpec(1, tokens)
     schedule = replace(strategy("grouped", len(model.layers), tokens), groups=groups)
-    programs = [build_program(model, run, schedule, is_cut=is_cut) for is_cut in (False, True)]
+    programs = [build_program(model, run, schedule, cut=cut) for cut in (Cut.NONE, Cut.AFTER_HEAD)]
     one_pass, cut = (sum(work_of(program, i) for i in program.instructions) for program in programs)
     assert len(programs[0].groups) >= 8
     assert 1 < cut / one_pass <= 1.05
@@ -133,7 +133,9 @@ def test_what_a_cut_costs_in_one_group(name: str, tokens: int, chunks: int, perc
     schedule = Schedule(chunk=tokens // chunks, groups=groups, attention_save_fraction=kept)
     one_pass, cut = (
         sum(work_of(program, i) for i in program.instructions)
-        for program in (build_program(model, run, schedule, is_cut=cut) for cut in (False, True))
+        for program in (
+            build_program(model, run, schedule, cut=cut) for cut in (Cut.NONE, Cut.AFTER_HEAD)
+        )
     )
     assert round(100 * (cut / one_pass - 1)) == percent
     words = f"{percent}% of the work of {name}"

@@ -14,13 +14,14 @@ from farspan.engine.parallelize import facts_of
 from farspan.engine.preparation import Preparations, PreparedModel
 from farspan.engine.runner import PreparedProgram, Runner
 from farspan.hf.dropout import Draws
+from farspan.hf.routers import RouterLoss
 from farspan.hf.unsupported import refuse_context
 from farspan.lazy import load
 from farspan.planner.request import Plan
 from farspan.program.strategies import AUTO
 from farspan.spec import LossKind, Objective, RunSpec, Schedule, UnsupportedError
 
-_INPUTS = ("input_ids", "labels", "document_ids", "weights")
+_INPUTS = ("input_ids", "labels", "document_ids", "weights", "attention_mask")
 _VALUES = Objective(LossKind.GRPO)  # plans for a backward after values
 Planner = Callable[..., Plan]  # `train.planning.StepPlanner`
 # The model, its program, the inputs, and the divisor of the sum of losses.
@@ -36,6 +37,8 @@ class Calls:
     planner: Planner | None  # that chooses the schedule; None: it was given
     seed: int
     neftune_alpha: float | None
+    router_z: float  # coefficient of the routers' z-loss
+    router_loss: Tensor | None = None  # of the latest call for values
     drawn: int = 0  # number of the next call that may drop or add noise
     plans: list[Plan] = field(default_factory=list)  # of the planner, for the batches so far
 
@@ -60,6 +63,7 @@ class Calls:
             model = self.accept(trains=trains)
             self.compare(same, trained_tokens, draws=trains)
             inputs = inputs_of(same, model, *given)
+        inputs = self.routing(inputs, given[4])
         count = _count(same, model, inputs, trained_tokens)
         prepared = self.prepared(same, *inputs.input_ids.shape, evaluation=not trains)
         return self.models.now, prepared, self.drawing(inputs) if trains else inputs, count
@@ -87,7 +91,7 @@ class Calls:
         far = self.runner.far
         same.add(facts_of("selector", None if far is None else far.select))
         if draws:
-            same.add({"neftune_alpha": repr(self.neftune_alpha)})
+            same.add({n: repr(getattr(self, n)) for n in ("neftune_alpha", "router_z")})
             if model.drops or self.neftune_alpha:
                 same.add({"seed": repr(self.seed), "drawn": repr(self.drawn)})
         model.compare(same)
@@ -105,7 +109,10 @@ class Calls:
         RoPE is scaled for the longest sequence of all replicas, which form one batch."""
         if self.planner is not None:
             run = RunSpec(batch, tokens)
-            self._choose(self.planner, run, _VALUES if is_cut else Objective())
+            loss = replace(
+                _VALUES if is_cut else Objective(), routers=self.models.now.routers is not None
+            )
+            self._choose(self.planner, run, loss)
         model = self.models.now
         if same is not None:
             model.stages.settle(max(longest for longest, _ in same.table))
@@ -154,7 +161,23 @@ class Calls:
         if not (alpha or model.drops):
             return inputs
         draws = Draws(self.seed, number, row, tokens, model.fused, alpha or None)
+        if inputs.routers is not None:
+            inputs.routers.place = draws
         return replace(inputs, draws=draws)
+
+    def routing(self, inputs: StepInputs, attention_mask: Tensor | None) -> StepInputs:
+        """Return the inputs with sums for the routers' losses, if the model adds any."""
+        model = self.models.now
+        if model.routers is None:
+            if self.router_z:
+                raise UnsupportedError(
+                    "router_z: the model adds no router loss; set output_router_logits=True in the "
+                    "configuration of a mixture of experts, or leave router_z out"
+                )
+            return inputs
+        mask = None if attention_mask is None else attention_mask.to(model.stages.device) != 0
+        losses = RouterLoss(model.routers, model.stages.device, self.router_z, mask)
+        return replace(inputs, routers=losses)
 
 
 def written(schedule: Schedule | str, selector: object) -> tuple[Schedule | None, Planner | None]:
@@ -195,6 +218,7 @@ def inputs_of(
     labels: Tensor,
     document_ids: Tensor | None,
     weights: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     *,
     several: bool = False,
 ) -> StepInputs:
@@ -204,10 +228,16 @@ def inputs_of(
             "autocast: the program is planned for one dtype; call the step outside autocast, "
             "and load the model in the dtype to compute in"
         )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise UnsupportedError(
+            f"attention_mask: expected the shape of input_ids {tuple(input_ids.shape)}, got "
+            f"{tuple(attention_mask.shape)}"
+        )
     vocab = model.spec.vocab
     inputs = make_inputs(input_ids, labels, document_ids, vocab, weights, several=several)
     if model.sharded is not None:
-        given = zip(_INPUTS, (input_ids, labels, document_ids, weights), strict=True)
+        tensors = input_ids, labels, document_ids, weights, attention_mask
+        given = zip(_INPUTS, tensors, strict=True)
         same.add({n: repr(x) if x is None else x for n, x in given}, OF_BATCH)
     longest = int(inputs.position_ids.max()) + 1
     if model.limit is not None and longest > model.limit:

@@ -42,7 +42,7 @@ from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Cell, Order
-from farspan.program.layout import Rank
+from farspan.program.layout import SEQUENCE, Rank
 from farspan.program.program import (
     Allocate,
     AttentionMode,
@@ -217,6 +217,8 @@ class Interpreter:
             now.order = StreamOrder(self.storage.copies, orders)
         order, instructions = now.order, self.program.instructions
         for index in range(now.place, len(instructions) if until is None else until):
+            if index == self.program.cut > 0:
+                self.complete_routers()
             instruction, now.place = instructions[index], index + 1
             if order is not None:
                 order.before(index)
@@ -256,9 +258,18 @@ class Interpreter:
             self.after(instruction)
         if self.pipeline is not None:
             self.pipeline.finish()
+        if now.place == len(instructions):
+            self.complete_routers()
         if now.loss is None:  # another pipeline stage has the head
             return torch.zeros((), dtype=torch.float64, device=self.stages.device)
         return now.loss
+
+    def complete_routers(self) -> None:
+        """Add up what routers counted in the forward, over the ranks of the sequence."""
+        routers, sharded = self.inputs.routers, self.sharded_model
+        if routers is not None:
+            peers = None if sharded is None else sharded.ranks.among(*SEQUENCE, "pipeline")
+            routers.complete(None if peers is None else peers.sum)
 
     def _stream_weights(self, i: Gather | Reduce, weights: StreamedWeights) -> None:
         sharded = None if self.sharded_model is None else self.sharded_model.sharded
@@ -299,9 +310,11 @@ class Interpreter:
 
     def _stand_at(self, chunk: int) -> slice:
         """Return the rank's tokens of a chunk, after telling dropout that they run next."""
-        span = self._span(chunk)
-        if self.inputs.draws is not None:
-            self.inputs.draws.at(TokenRange(span.start, span.stop - span.start))
+        span, inputs = self._span(chunk), self.inputs
+        if inputs.place is not None:
+            inputs.place.at(TokenRange(span.start, span.stop - span.start))
+        if inputs.routers is not None:
+            inputs.routers.is_padding = self.attention.is_padding(chunk)
         return span
 
     def _embed(self, chunk: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from farspan.attention.backends import accumulate_dtype
 from farspan.engine.gradients import GradientAccumulator
 from farspan.hf.dropout import Draws
+from farspan.hf.routers import RouterLoss
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.kernels.operations import cross_entropy, cross_entropy_
@@ -36,6 +37,12 @@ class StepInputs:
     documents: tuple[tuple[int, ...], ...] | None  # starts of a row's documents, ascending
     weights: Tensor | None = None  # of each token's loss
     draws: Draws | None = None  # draws of dropout; None: no dropout
+    routers: RouterLoss | None = None  # None: the model adds no router loss
+
+    @property
+    def place(self) -> Draws | None:
+        """The range of tokens that modules are called with next, if any of them needs it."""
+        return self.draws if self.routers is None else self.routers.place
 
     @property
     def trained(self) -> int:

@@ -24,6 +24,7 @@ from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.hf.describe import describe
 from farspan.hf.edits import Look, first_edit, has_same_parts, look
 from farspan.hf.fused_layers import fuse, spared_layers
+from farspan.hf.routers import Routers, routers_of
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import (
@@ -68,6 +69,7 @@ class PreparedModel:
     tiles: tuple[tuple[Tokenwise, ...], ...]  # of each layer, if the schedule has tiles
     outer: tuple[nn.Parameter, ...]  # trained outside the layers, as modules have them in a step
     drops: bool  # a dropout is active
+    routers: Routers | None  # whose losses the model adds
     limit: int | None  # the longest sequence
     look: Look
     programs: dict[Any, Any] = field(default_factory=dict)  # built for it so far, by the runner
@@ -146,6 +148,7 @@ def prepare(
     on_host = is_on_host(schedule, sharded)
     stages = _stages(model, sharded, device, on_host=on_host)
     _refuse(stages, sharded)
+    routers = routers_of(stages.model)
     if wanted.compile:
         compile_layers(stages)
     at, dtype = stages.device, stages.dtype
@@ -179,6 +182,7 @@ def prepare(
         _tiles(stages, schedule, sharded),
         _outer(stages, sharded, streamed),
         _drops(stages.model),
+        routers,
         context_limit(stages.model),
         _look_at(model, stages, sharded),
     )

@@ -115,8 +115,9 @@ class RecurrentCell:
     def _run(self, hidden: Tensor, piece: _DocumentPiece, states: RecurrentStates) -> Tensor:
         tokens = piece.stop - piece.start
         if self.draws is not None:
-            several = tokens + takes_two(tokens, states.before)
-            self.draws.at(TokenRange(piece.start, several, piece.rows.start))
+            extra = takes_two(tokens, states.before)
+            at = TokenRange(piece.start, tokens + extra, piece.rows.start, extra)
+            self.draws.at(at)
         x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
         call = self.call(piece, tokens + takes_two(tokens, states.before))
         if not self.spec.state:
@@ -146,7 +147,7 @@ class Recurrent:
             self.program.chunks[i.chunk][0],
             self._before(i.layer, i.chunk, i.prefix),
             i.mode is AttentionMode.NONE,
-            draws=self.attention.inputs.draws,
+            draws=self.attention.inputs.place,
         )
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:

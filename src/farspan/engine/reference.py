@@ -13,6 +13,7 @@ from farspan.attention.backends import accumulate_dtype, reference
 from farspan.attention.far import GivenSelector
 from farspan.engine.loss import IGNORED, StepInputs, make_inputs, shift_labels
 from farspan.hf.attention_interface import answering, attended, routed
+from farspan.hf.routers import balance_loss, recorded, routers_of
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import Schedule, Sparse
 
@@ -35,13 +36,16 @@ def reference_loss(
     *,
     attend: Attention = reference,
 ) -> Tensor:
-    """Return the mean loss by plain autograd over the whole sequence; see `reference_logits`."""
-    targets = shift_labels(labels, document_ids)
-    logits = reference_logits(model, input_ids, document_ids, attend=attend)
+    """Return the mean loss by plain autograd over the whole sequence, with the router loss that the
+    model adds; see `reference_logits`."""
+    targets, causal = shift_labels(labels, document_ids), CausalLMStages(model).model
+    with recorded(causal) as seen:
+        logits = reference_logits(model, input_ids, document_ids, attend=attend)
     total = functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    return total / max(int((targets != IGNORED).sum()), 1)
+    loss, routers = total / max(int((targets != IGNORED).sum()), 1), routers_of(causal)
+    return loss if routers is None else loss + balance_loss(routers, seen)
 
 
 def reference_logits(

@@ -21,12 +21,13 @@ from farspan.engine.preparation import PreparedModel
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
 from farspan.hf.attention_interface import routed
 from farspan.hf.dropout import Draws, drawing
+from farspan.hf.routers import counted
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Cell, Order, unread_outputs, waits
 from farspan.program.layout import AXES, ONLY
 from farspan.program.program import Backward, Forward, Head, Instruction, Program
 from farspan.program.work import work_of
-from farspan.spec import LayerSpec, RunSpec, Tier, UnsupportedError
+from farspan.spec import Cut, LayerSpec, Objective, RunSpec, Tier, UnsupportedError
 
 ADVICE = (
     "shorten the context, use smaller groups, or keep less (attention_save_fraction, "
@@ -134,12 +135,13 @@ class Runner:
         backward run separately."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        cut = Cut.AFTER_HEAD if is_cut else Objective(routers=model.routers is not None).cut
         # The last two affect the choice of kernels.
         key = batch, tokens, evaluation, is_cut, deterministic, by_cudnn
         known = model.programs
         if key not in known:
             assert model.schedule is not None, "a schedule was chosen"
-            build = build_evaluation if evaluation else partial(build_program, is_cut=is_cut)
+            build = build_evaluation if evaluation else partial(build_program, cut=cut)
             while len(known) >= PROGRAMS_KEPT:
                 del known[next(iter(known))]
             rank = ONLY if model.sharded is None else model.sharded.rank
@@ -163,13 +165,19 @@ class Runner:
     ) -> Tensor:
         """Run a whole program and return the mean loss, the sum divided by `count`."""
         gradients, program = accumulator(model), prepared.program
-        with self.issuing(model, program, gradients, inputs.draws):
+        routers = inputs.routers
+        with self.issuing(model, program, gradients, inputs):
             tokens = program.schedule.loss_chunk_size
             head = LossHead(model.stages, count, tokens, model.outer, model.fused)
             interpreter = self.interpreter(model, prepared, inputs, head, gradients)
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if model.sharded is not None:
                 model.sharded.ranks.among(*AXES).sum(loss)
+            if routers is not None:
+                further = routers.scale * routers.loss()
+                if model.sharded is not None:
+                    model.sharded.ranks.among("data").sum(further)
+                loss = loss + further
         if interpreter.attention.far is not None:
             self._seen = interpreter.attention.far.seen or self._seen
         return loss.to(accumulate_dtype(model.stages.dtype))
@@ -180,7 +188,7 @@ class Runner:
         model: PreparedModel,
         program: Program,
         gradients: GradientAccumulator,
-        draws: Draws | None,
+        inputs: StepInputs,
         *,
         resumes: bool = False,
     ) -> Iterator[None]:
@@ -200,9 +208,10 @@ class Runner:
             try:
                 user, slots = model.stages.model, arenas[Tier.DEVICE]
                 streamed = nullcontext() if weights is None else weights.in_slots(program, slots)
+                draws = inputs.draws
                 dropping = drawing(user, draws) if draws or model.drops else nullcontext()
-                plain = uncast(user.parameters())
-                with streamed, routed(user), plain, dropping, model.settings():
+                plain, counting = uncast(user.parameters()), counted(inputs.routers)
+                with streamed, routed(user), counting, plain, dropping, model.settings():
                     yield
                 if sharded is not None:
                     sharded.sharded.end()
@@ -238,7 +247,7 @@ class Runner:
             head=head,
             gradients=gradients,
             after=self._after(prepared),
-            layers=_layers(model, prepared, gradients, inputs.draws),
+            layers=_layers(model, prepared, gradients, inputs.place),
             kernels=model.kernels,
             kernel_of=prepared.kernel_of,
             far=self.far,

@@ -85,6 +85,9 @@ class Step:
         memory: Memory to share with another step, such as one of this model's reference.
         seed: Seed of dropout, next to the call's number (`drawn`) and a token's place.
         neftune_alpha: Noise on embeddings in training is at most this over sqrt(tokens * hidden).
+        router_z: Coefficient of the z-loss of a mixture of experts' routers (ST-MoE). Their
+            load-balancing loss is added as the model's own forward adds it, if its configuration
+            has `output_router_logits`.
 
     Raises:
         UnsupportedError: The model cannot be trained exactly in chunks, the schedule does not fit
@@ -116,6 +119,9 @@ class Step:
     # Number of the next call that may drop or add noise. A resumed training restores it.
     drawn, seed = _OfPart[int]("_calls.drawn"), _OfPart[int]("_calls.seed")
     neftune_alpha = _OfPart[float | None]("_calls.neftune_alpha")
+    # Router losses of the latest `logprobs` or `values`, by their coefficients, with a gradient; 0
+    # if the model adds none.
+    router_loss = _OfPart[Tensor | None]("_calls.router_loss")
     # The planner's plan for the present schedule; None if the planner did not choose it.
     plan = _OfPart[Plan | None]("_calls.plan")
 
@@ -136,6 +142,7 @@ class Step:
         memory: StepMemory | None = None,
         seed: int = 0,
         neftune_alpha: float | None = None,
+        router_z: float = 0.0,
     ) -> None:
         context = ranks.ranks if isinstance(ranks, ShardedModel) else ranks
         sharded = ranks if isinstance(ranks, ShardedModel) else None
@@ -155,7 +162,7 @@ class Step:
             models.begin(weights)
             memory = StepMemory.on(models.now.stages.device, memory)
         self.head, self.runner = head, Runner(memory, overlap, far, progress, poison)
-        self._calls = Calls(models, self.runner, planner, seed, neftune_alpha)
+        self._calls = Calls(models, self.runner, planner, seed, neftune_alpha, router_z)
 
     @property
     def schedule(self) -> Schedule:
@@ -191,6 +198,7 @@ class Step:
         *,
         trained_tokens: int | None = None,
         weights: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Run forward and backward, and add the gradients to `.grad`.
 
@@ -204,11 +212,13 @@ class Step:
                 micro-batches or ranks that share an optimizer step.
             weights: Weights [batch, tokens]: the loss is then -(weights * logprobs).sum() with
                 `logprobs` below, divided by `trained_tokens` if given.
+            attention_mask: 0 for padding, [batch, tokens], which router losses leave out; nothing
+                else reads it.
 
         Returns:
-            The mean loss over trained tokens, a scalar.
+            The mean loss over trained tokens, a scalar, with the router losses of each replica.
         """
-        given = input_ids, labels, document_ids, weights
+        given = input_ids, labels, document_ids, weights, attention_mask
         return self.runner.run(*self._calls.ready("step", given, trained_tokens, trains=True))
 
     def evaluate(
@@ -219,9 +229,10 @@ class Step:
         *,
         trained_tokens: int | None = None,
         weights: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of a step without gradients; arguments as for a step."""
-        given = input_ids, labels, document_ids, weights
+        given = input_ids, labels, document_ids, weights, attention_mask
         return self.runner.run(*self._calls.ready("evaluate", given, trained_tokens, trains=False))
 
     @overload

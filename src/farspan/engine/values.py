@@ -50,6 +50,7 @@ def ask(
     labels: Tensor,
     document_ids: Tensor | None,
     targets: Tensor | None = None,
+    attention_mask: Tensor | None = None,
 ) -> AskedValues:
     """Return the checked request for values, compared between ranks. Raises UnsupportedError."""
     own: list[nn.Parameter] = []
@@ -66,7 +67,10 @@ def ask(
         name = "head" if targets is not None else same.call
         same.add(facts_of(name, function, model.stages.model))
         same.add({"targets": "None" if targets is None else targets}, OF_BATCH)
-    inputs = inputs_of(same, model, input_ids, labels, document_ids, several=targets is None)
+    inputs = inputs_of(
+        same, model, input_ids, labels, document_ids, None, attention_mask, several=targets is None
+    )
+    inputs = calls.routing(inputs, attention_mask)
     # The caller may write into its tensors before the backward reads them.
     inputs = replace(inputs, input_ids=input_ids.clone())
     if targets is not None:
@@ -90,7 +94,9 @@ def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction
     def marks() -> object:
         return calls.models.now.marks(head, asked.own)
 
-    return OpenForward(calls.runner, ready(), inputs, asked.function, marks, again).values()
+    forward = OpenForward(calls.runner, ready(), inputs, asked.function, marks, again)
+    found, calls.router_loss = forward.values()
+    return found
 
 
 def value_head(
@@ -130,22 +136,27 @@ class OpenForward:
     interpreter: Interpreter = field(init=False)
     gradients: GradientAccumulator = field(init=False)
 
-    def values(self) -> Tensor:
-        """Run the forward and return the values, [B, T, k], equal on all ranks of a sequence. They
-        have a graph if the program has a backward."""
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Run the forward and return the values, [B, T, k], and the routers' loss, equal on all
+        ranks of a sequence. They have a graph if the program has a backward."""
         program = self.ready[1].program
         with self._begun():
             self.interpreter.run(self._orders(), program.cut or None)
-            values = self._of_all_ranks()
+            self.interpreter.complete_routers()
+            values, routers = self._of_all_ranks(), self.inputs.routers
+        loss = values.new_zeros(()) if routers is None else routers.loss().to(values.dtype)
         if not program.cut:
-            return values
+            return values, loss
         self.was, self.runner.memory.open_forward = self.marks(), self
-        found: Tensor = _Values.apply(values.new_zeros(0, requires_grad=True), values, self)
+        anchor = values.new_zeros(0, requires_grad=True)
+        found: tuple[Tensor, Tensor] = _Values.apply(anchor, values, loss, self)
         return found
 
-    def backward(self, given: Tensor) -> None:
+    def backward(self, given: Tensor, routers: Tensor) -> None:
         """Run the backward: add the gradient of the caller's loss to `.grad`. `given` is the
-        gradient of the values, [B, T, k]."""
+        gradient of the values, [B, T, k], and `routers` that of the routers' loss."""
+        if self.inputs.routers is not None:
+            self.inputs.routers.scale = routers.double()
         sharded = self.ready[0].sharded
         with agreement(None if sharded is None else sharded.ranks, "backward of values") as same:
             if self.marks() != self.was:
@@ -172,7 +183,7 @@ class OpenForward:
     def _begun(self) -> Iterator[None]:
         model, prepared = self.ready
         self.gradients, program = accumulator(model), prepared.program
-        with self.runner.issuing(model, program, self.gradients, self.inputs.draws):
+        with self.runner.issuing(model, program, self.gradients, self.inputs):
             piece = program.schedule.loss_chunk_size
             head = value_head(model, self.function, self.inputs.targets, piece)
             self.interpreter = self.runner.interpreter(
@@ -181,8 +192,9 @@ class OpenForward:
             yield
 
     def _resumed(self) -> AbstractContextManager[None]:
-        (model, prepared), draws = self.ready, self.inputs.draws
-        return self.runner.issuing(model, prepared.program, self.gradients, draws, resumes=True)
+        model, prepared = self.ready
+        program, inputs = prepared.program, self.inputs
+        return self.runner.issuing(model, program, self.gradients, inputs, resumes=True)
 
     def _orders(self) -> tuple[Order, ...] | None:
         return self.ready[1].orders if self.runner.copies.overlap else None
@@ -218,15 +230,18 @@ class OpenForward:
 
 
 class _Values(torch.autograd.Function):
-    """Autograd function for values [B, T, k], whose backward runs that of the program."""
+    """Autograd function for values [B, T, k] and the routers' loss, whose backward runs that of the
+    program."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, values: Tensor, of: OpenForward) -> Tensor:
+    def forward(
+        ctx: Any, _: Tensor, values: Tensor, loss: Tensor, of: OpenForward
+    ) -> tuple[Tensor, Tensor]:
         ctx.of = of
-        return values.clone()  # the caller may write in place
+        return values.clone(), loss.clone()  # the caller may write in place
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.of.backward(given)
-        return given.new_zeros(0), None, None
+    def backward(ctx: Any, given: Tensor, routers: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.of.backward(given, routers)
+        return given.new_zeros(0), None, None, None

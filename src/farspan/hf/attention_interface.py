@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from farspan.hf.routers import hooks
 from farspan.hf.swap import put_in
 from farspan.spec import UnsupportedError
 
@@ -110,17 +111,20 @@ def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
 
 @contextmanager
 def routed(model: PreTrainedModel) -> Iterator[None]:
-    """Route the model's attention calls to farspan inside the context, and restore its
-    implementation afterwards. Generation and evaluation elsewhere do not change."""
+    """Route the model's attention calls to farspan inside the context, and have its routers add the
+    gradients of their losses. Generation and evaluation elsewhere do not change."""
     with (
         answering(_active.get() or _unasked),
         config_field(model, "_attn_implementation_internal", NAME),
+        put_in(hooks(model)),
+        # The stages of a forward have no router logits for the model's own loss.
+        config_field(model, "output_router_logits", False),
     ):
         yield
 
 
 @contextmanager
-def config_field(model: nn.Module, name: str, value: str) -> Iterator[None]:
+def config_field(model: nn.Module, name: str, value: Any) -> Iterator[None]:
     """Set a field in every configuration that the model's modules hold, inside the context."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}

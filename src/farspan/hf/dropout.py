@@ -177,10 +177,13 @@ class TokenRange:
     first: int  # position of the first token in the sequence
     tokens: int
     row: int = 0  # of the batch, the first
+    extra: int = 0  # of the tokens, the last ones that are not in the sequence
 
     def part(self, start: int, stop: int) -> "TokenRange":
         """Return the range of tokens [start, stop) within this one."""
-        return TokenRange(self.first + start, min(stop, self.tokens) - start, self.row)
+        stop = min(stop, self.tokens)
+        extra = max(0, stop - max(start, self.tokens - self.extra))
+        return TokenRange(self.first + start, stop - start, self.row, extra)
 
 
 @dataclass(slots=True)

@@ -58,8 +58,6 @@ BEYOND_CHUNKS = {
 _MUST_BE_FALSE = {
     "is_encoder_decoder": "model: {} is an encoder-decoder; expected a decoder-only causal LM",
     "add_cross_attention": "model: {} has cross-attention; set add_cross_attention to false",
-    "output_router_logits": "output_router_logits: the router's load-balancing loss needs "
-    "statistics of the whole sequence, which chunks do not have; set output_router_logits to false",
 }
 
 

@@ -40,7 +40,7 @@ from farspan.planner.states import input_bytes, update_overlaps
 from farspan.program.layout import kept_chunks, streams
 from farspan.program.program import Evict, Fetch
 from farspan.program.residency import RESIDENCY, CutInto, Kind
-from farspan.spec import LayerSpec, Schedule, Tier
+from farspan.spec import Cut, LayerSpec, Schedule, Tier
 
 # The schedule's fields of these tiers.
 OPEN = tuple(RESIDENCY[kind].tier for kind in (Kind.X, Kind.ATTENTION, Kind.ACTIVATIONS))
@@ -80,9 +80,9 @@ class ScheduleGrid:
         return streams(self.schedule, self.cell_prices.question.layout)
 
     @property
-    def is_cut(self) -> bool:
-        """Return whether the backward starts only after the head ran on every chunk."""
-        return self.cell_prices.question.loss.is_cut
+    def cut(self) -> Cut:
+        """Return what must be complete before the backward begins."""
+        return self.cell_prices.question.loss.cut
 
     @property
     def evaluates(self) -> bool:
@@ -209,7 +209,7 @@ def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
     """Return one layer's seconds per lane, [5, F], and the bytes of its O, LSE and activations that
     are fetched and evicted, [2, 3, F]. Equal layers with equal roles share one result."""
     role, spec, alone = part
-    found, known = acts(role, grid.schedule, is_cut=grid.is_cut), grid.cell_prices.known
+    found, known = acts(role, grid.schedule, grid.cut), grid.cell_prices.known
     if (part, found) not in known:
         choices = grid.saves.without_graphs if alone else grid.saves
         layer = _LayerCounts(grid, role, grid.cell_prices.held[spec], found, choices)
@@ -325,7 +325,7 @@ def _boundary_bytes(grid: ScheduleGrid) -> Array:
 
 def _at_boundary(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
     """Sum of `values` [chunks] over the boundary's instructions of one type, [K, F]."""
-    found = acts(boundary, grid.schedule, is_cut=grid.is_cut)
+    found = acts(boundary, grid.schedule, grid.cut)
 
     def total(choices: SaveCounts) -> Array:
         return np.asarray(found.of(act, choices) @ choices.over(values))
@@ -344,7 +344,7 @@ def _outer_seconds(grid: ScheduleGrid) -> Array:
     enters = (_at_boundary(grid, above, ENTERS, lanes.embed) for above in (earlier, last))
     passes = np.where(several, *enters) * kind.is_first
     head = lanes.head.sum() * kind.is_last
-    if grid.is_cut:
+    if grid.cut is Cut.AFTER_HEAD:
         head += lanes.values.sum() * kind.is_last
     return np.asarray(passes + head + lanes.embed_backward.sum() * kind.is_first)
 
@@ -457,7 +457,7 @@ def _saved(grid: ScheduleGrid) -> Array:
     x = np.where(is_last, cell_prices.latest(graphs), left)
     x = cell_prices.x_row() * (x + cell_prices.tokens * received)
     # The last group would keep only the O of the chunk that is left out: then there is no buffer.
-    written = (saves.attention > 1) | (graphs > 0) | ~is_last | grid.is_cut
+    written = (saves.attention > 1) | (graphs > 0) | ~is_last | (grid.cut > Cut.NONE)
     end = np.where(is_last, layers - 1, groups.stop)
     begun = sums.attention[groups.first]
     rows = begun + (sums.attention[end] - begun) * written
@@ -478,7 +478,7 @@ def _open_attention(grid: ScheduleGrid) -> Array:
     rows = cell_prices.sums.attention[groups.stop - 1] - cell_prices.sums.attention[groups.first]
     keys = cell_prices.share.keys.total - cell_prices.latest_keys(saves.attention)
     # The last chunk's alone is not written, except by a stage that hands it on.
-    fewest = 1 if kind.is_last and not grid.is_cut else 0
+    fewest = 1 if kind.is_last and not grid.cut else 0
     return np.asarray(rows * keys * (saves.attention < len(cell_prices.chunks) - fewest) * rebuilt)
 
 
@@ -584,7 +584,7 @@ def _copies(grid: ScheduleGrid, kind: Kind) -> Array:
     found = []
     for role, _, alone in parts:
         choices = grid.saves.without_graphs if alone else grid.saves
-        place = acts(role, grid.schedule, is_cut=grid.is_cut)
+        place = acts(role, grid.schedule, grid.cut)
         copies = place.of((Fetch, kind), choices) + place.of((Evict, kind), choices)
         found.append(copies @ choices.over(each))
     return np.asarray(counts @ np.stack(found))

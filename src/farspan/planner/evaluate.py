@@ -257,9 +257,9 @@ def programs(
 ) -> list[tuple[RankKind, Program]]:
     """Return every kind of rank with its program; for `walked` see `build_program`. Raises
     UnsupportedError if the groups do not fit the model."""
-    model, run, is_cut = question.model, question.run, question.loss.is_cut
+    model, run, cut = question.model, question.run, question.loss.cut
     return [
-        (kind, build_program(model, run, schedule, kind.rank, walked=walked, is_cut=is_cut))
+        (kind, build_program(model, run, schedule, kind.rank, walked=walked, cut=cut))
         for kind in kinds_of(question, schedule)
     ]
 

@@ -257,8 +257,8 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
     """Return a memory walk through an outline of the program that has only the `walked` chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
-    arguments, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
-    program = build_program(*arguments, walked=walked, is_cut=is_cut)
+    arguments, cut = (whole.model, whole.run, schedule, rank), whole.loss.cut
+    program = build_program(*arguments, walked=walked, cut=cut)
     return RankWalk(whole, program)
 
 

@@ -31,7 +31,7 @@ from farspan.program.builder import build_program
 from farspan.program.layout import ONLY, Layout, Rank
 from farspan.program.program import AttentionMode, Evict, Fetch, Forward, Load, Program
 from farspan.program.residency import Kind
-from farspan.spec import HOST, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import HOST, Cut, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.float64]
@@ -152,18 +152,18 @@ class Acts:
         return [act for act in self.counts if act[0] is instruction]
 
 
-def acts(place: Role | Boundary, schedule: Schedule, *, is_cut: bool = False) -> Acts:
+def acts(place: Role | Boundary, schedule: Schedule, cut: Cut = Cut.NONE) -> Acts:
     """Return how often the cells of one role, or copies at one boundary, run each instruction.
     Tensors saved for the backward are on the host. Of layers with one role the smallest count is
-    taken. With `is_cut` the backward waits for the whole head."""
-    return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), is_cut)
+    taken. The backward begins after `cut`."""
+    return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), cut)
 
 
 @lru_cache(maxsize=1024)
-def _acts(place: Role | Boundary, switches: tuple[Tier | bool, ...], is_cut: bool) -> Acts:
+def _acts(place: Role | Boundary, switches: tuple[Tier | bool, ...], cut: Cut) -> Acts:
     (stage, numbers), found = _AT[place], dict[Act, Counts]()
     for kept, graph in product((0, 1), repeat=2):
-        counted = _counted(switches, stage, (kept, graph), is_cut)
+        counted = _counted(switches, stage, (kept, graph), cut)
         for act, chunk in {(act, chunk) for _, act, chunk in counted}:
             each = [counted[(type(place), number), act, chunk] for number in numbers]
             found.setdefault(act, np.zeros(8))[4 * kept + 2 * graph + chunk] = min(each)
@@ -180,7 +180,7 @@ Place = tuple[type[Role | Boundary], int]
 
 @lru_cache(maxsize=1024)
 def _counted(
-    switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], is_cut: bool
+    switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], cut: Cut
 ) -> Counter[tuple[Place, Act, int]]:
     """Return how often each instruction occurs, by place and chunk."""
     schedule = Schedule(
@@ -194,7 +194,7 @@ def _counted(
         **dict(zip(_SWITCHES, switches, strict=True)),  # type: ignore[arg-type]
     )
     rank = ONLY if stage is None else Rank(Layout(pipeline=len(_GROUPS), fsdp=False), stage)
-    program = build_program(_MODEL, RunSpec(1, 2), schedule, rank, _CHUNKS, is_cut=is_cut)
+    program = build_program(_MODEL, RunSpec(1, 2), schedule, rank, _CHUNKS, cut=cut)
     return Counter(_places(program))
 
 

@@ -25,7 +25,7 @@ from farspan.program.passes import GroupPasses
 from farspan.program.program import Close, Program, Reduce
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.program.work import linear_products
-from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier
 
 
 def build_program(
@@ -36,12 +36,12 @@ def build_program(
     chunks: tuple[Range, ...] | None = None,
     walked: Sequence[int] | None = None,
     *,
-    is_cut: bool = False,
+    cut: Cut = Cut.NONE,
 ) -> Program:
     """Return the program of one training step.
 
-    `chunks` replaces the ranges of `chunks_of`. With `is_cut` the head runs on every chunk before
-    the backward, which starts at `Program.cut`. `walked`, chunks in order, makes an outline: passes
+    `chunks` replaces the ranges of `chunks_of`. The backward begins after `cut`, at instruction
+    `Program.cut`. `walked`, chunks in order, makes an outline: passes
     skip the others; every buffer has its size and place in the order, but it cannot be run.
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
@@ -49,7 +49,7 @@ def build_program(
     model, or a batch is too wide for attention's kernels.
     """
     ledger = _ledger(model, run, schedule, rank, chunks, walked)
-    ledger.is_cut = is_cut
+    ledger.cut_after = cut
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:

@@ -28,7 +28,7 @@ from farspan.program.program import (
     rows_of,
 )
 from farspan.program.residency import RESIDENCY, Kind
-from farspan.spec import DEVICE, HOST, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import DEVICE, HOST, Cut, ModelSpec, RunSpec, Schedule, Tier
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Ledger:
     groups: tuple[Range, ...]
     share: Share
     walked: Sequence[int]  # chunks that passes go through: all, or a few in an outline
-    is_cut: bool = False  # the forward ends with the head's values, and the backward is separate
+    cut_after: Cut = Cut.NONE  # what is complete before the backward begins
     cut: int = 0  # index of the backward's first instruction
     instructions: list[Instruction] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)

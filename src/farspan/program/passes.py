@@ -7,7 +7,7 @@
       |  |  |  |  |  |
       +--+--+--+--+--+-> chunks
 
-Two savings hold everywhere, unless the step is cut behind the head. The last chunk's own cells do
+Two savings hold everywhere, unless the step is cut. The last chunk's own cells do
 not run before the backward starts with them. And the top layer of a group has no reader before its
 backward, so a pass that only produces K, V ends in it with AttentionMode.NONE.
 """
@@ -44,7 +44,7 @@ from farspan.program.program import (
     means_cell_bytes,
 )
 from farspan.program.residency import Kind, Until, layer_buffers
-from farspan.spec import DEVICE, HOST
+from farspan.spec import DEVICE, HOST, Cut
 
 
 @dataclass(slots=True)
@@ -298,7 +298,7 @@ class GroupPasses(Group):
         place = self._x_place(boundary, names.X_OUT)
         self.ledger.emit(Store(self.top + 1, chunk, place))
         self._evict(place, boundary, chunk)
-        if self.is_last and self.ledger.is_cut:
+        if self.is_last and self.ledger.cut_after is Cut.AFTER_HEAD:
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
@@ -344,7 +344,7 @@ class GroupPasses(Group):
         for chunk in self.ledger.walked:
             kept = chunk in self.graphs
             is_stored = not self.is_last or kept
-            is_read = is_stored or self.ledger.is_cut
+            is_read = is_stored or self.ledger.cut_after > Cut.NONE
             if chunk == self.chunks[-1] and not is_read:
                 continue
             self.enter(chunk)
@@ -353,12 +353,13 @@ class GroupPasses(Group):
                 self.forward(layer, chunk, only_kv=only_kv, kept=kept)
             if is_stored:
                 self.leave(chunk)
-            if self.is_last and self.ledger.is_cut:
+            if self.is_last and self.ledger.cut_after is Cut.AFTER_HEAD:
                 self.ledger.emit(Head(chunk, gradient=False))
         if not self.stays_open:
             self.close_first()
-        elif self.ledger.is_cut:
-            self.release()  # the code between the halves gathers its own
+        elif self.ledger.cut_after:
+            if self.ledger.cut_after is Cut.AFTER_HEAD:
+                self.release()  # the code between the halves gathers its own
             self.ledger.cut = len(self.ledger.instructions)
 
     def _above(self) -> int | None:
