@@ -127,19 +127,11 @@ class Objective:
     kind: LossKind = LossKind.SFT
     reference: Reference = Reference.NONE
     ids: int = 1  # ids per token with log-probabilities; more than one only in distillation
-    routers: bool = False  # adds losses of a mixture of experts' routers
 
     @property
     def is_cut(self) -> bool:
         """Return whether the backward waits for all log-probabilities of the sequence."""
         return self.kind is not LossKind.SFT
-
-    @property
-    def cut(self) -> Cut:
-        """Return what must be complete before the backward begins."""
-        if self.is_cut:
-            return Cut.AFTER_HEAD
-        return Cut.AFTER_LAYERS if self.routers else Cut.NONE
 
     @property
     def evaluates(self) -> bool:
@@ -254,6 +246,13 @@ class ModelSpec:
     element_bytes: int  # of a parameter and an activation: 2, 4 or 8
     parameters: int = 0  # elements of all weights
     trainable: int = 0  # elements that receive a gradient
+    routers: bool = False  # the loss has a part of its routers, which choose experts
+
+    def cut(self, loss: Objective) -> Cut:
+        """Return what must be complete before a backward of this loss begins."""
+        if loss.is_cut:
+            return Cut.AFTER_HEAD
+        return Cut.AFTER_LAYERS if self.routers else Cut.NONE
 
     def is_recurrent(self) -> bool:
         return any(layer.state for layer in self.layers)

@@ -36,7 +36,7 @@ from farspan.program.program import (
     StoreGradient,
 )
 from farspan.program.residency import Kind
-from farspan.spec import Tier
+from farspan.spec import Cut, Tier
 from tests.oracles.contents import Content, Contents, Pin, ProgramError
 
 OUTER = -1  # the weights outside the layers, among groups
@@ -112,7 +112,7 @@ class _Replay:
 
     def step(self, instruction: Instruction) -> None:
         memory = self.memory
-        if memory.index and memory.index == self.program.cut:
+        if memory.index == self.program.cut and self.program.cut_after is Cut.AFTER_HEAD:
             self._cut()
         match instruction:
             case Allocate(name):
@@ -298,7 +298,8 @@ class _Replay:
             self._save_activations(i)
         if i.hold:
             self.held[i.layer] = _Register(i.chunk, output)
-        self.hidden[i.layer + 1] = _Register(i.chunk)
+        if not i.drops:
+            self.hidden[i.layer + 1] = _Register(i.chunk)
 
     def _choose(self, i: Forward) -> None:
         """A sparse cell chooses once, from the means of all earlier pages, and asks from then on.
@@ -455,7 +456,7 @@ class _Replay:
         need, chunks = self.memory.need, len(self.program.chunks)
         groups, training = self.program.own_groups(), bool(self.closed)
         first, last = 0 in groups, len(self.program.groups) - 1 in groups
-        given = chunks * last * bool(self.program.cut)
+        given = chunks * last * (self.program.cut_after is Cut.AFTER_HEAD)
         need(len(self.values) == given, f"values of {sorted(self.values)}, of {chunks} chunks")
         need(len(self.heads) == chunks * last, f"heads of {sorted(self.heads)}, of {chunks} chunks")
         need(not self.graphs, f"no backward for the graphs of {sorted(self.graphs)}")

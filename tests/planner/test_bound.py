@@ -18,7 +18,6 @@ from farspan.planner.timeline import run_time
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import Layout
 from farspan.spec import (
-    Cut,
     LayerWork,
     LossKind,
     ModelSpec,
@@ -110,21 +109,20 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
     assert (floor.host <= found.host).all()
 
 
-LOSSES = st.builds(
+LOSSES = st.just(Objective()) | st.builds(
     Objective, st.sampled_from([LossKind.DPO, LossKind.ORPO]), st.sampled_from(Reference)
 )
 
 
 @settings(max_examples=examples(150))
 @given(STEPS, st.booleans(), LOSSES)
-def test_bounds_hold_of_losses_of_log_probabilities(
-    step: Step, overlap: bool, loss: Objective
-) -> None:
-    """Of a step cut behind the head, and of the forward of its reference."""
+def test_bounds_hold_of_steps_that_are_cut(step: Step, overlap: bool, loss: Objective) -> None:
+    """Of a step cut behind the head or behind its routers, and of the forward of its reference."""
+    step = replace(step[0], routers=True), *step[1:]
     question, schedule, grid = make_grid(step, overlap=overlap, loss=loss)
     found, tiers = peaks(grid), tiers_of(schedule)
     what = question.model, question.run, schedule
-    program = build_program(*what, cut=Cut.AFTER_HEAD)
+    program = build_program(*what, cut=question.model.cut(loss))
     total = run_time(Prices(question, program, together=overlap), overlap=overlap).total
     if loss.evaluates:
         forward = Prices(question, build_evaluation(*what), together=overlap)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import event, given
+from hypothesis import strategies as st
 
 from farspan.program import buffer_names as names
 from farspan.program.builder import build_evaluation, build_program
@@ -149,15 +150,17 @@ def test_every_evaluation_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> N
     assert not any(buffer.kind is Kind.DKV for buffer in program.buffers.values()), run
 
 
-@given(cases.steps())
-def test_every_cut_program_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
-    """Its forward runs no cell twice, and gives the values of every chunk."""
-    program = build_program(*step, cut=Cut.AFTER_HEAD)
+@given(cases.steps(), st.sampled_from([Cut.AFTER_LAYERS, Cut.AFTER_HEAD]))
+def test_every_cut_program_passes(step: tuple[ModelSpec, RunSpec, Schedule], cut: Cut) -> None:
+    """Its forward runs every cell once, and the head if the cut is behind that."""
+    program = build_program(*step, cut=cut)
     check_program(program, program.arena_bytes)
     first = program.instructions[: program.cut]
     cells = [(i.layer, i.chunk) for i in first if isinstance(i, Forward)]
     assert len(cells) == len(set(cells)) == len(step[0].layers) * len(program.chunks)
     assert not any(isinstance(i, Backward) for i in first)
+    heads = sum(isinstance(i, Head) for i in first)
+    assert heads == (len(program.chunks) if cut is Cut.AFTER_HEAD else 0)
     again = _computing(program) - _computing(build_program(*step))
     # The last chunk's cells in the last group, and its top layer's.
     assert again <= len(step[0].layers) + len(program.chunks) - 1

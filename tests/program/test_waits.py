@@ -1,7 +1,6 @@
 """Waits against the dumb checker, and none of them in vain."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
@@ -23,8 +22,7 @@ Step = tuple[ModelSpec, RunSpec, Schedule]
 @given(steps())
 @example((model_of(2), RunSpec(1, 1), Schedule(chunk=1, boundary_inputs=Tier.DEVICE, kv_kept=True)))
 def test_nothing_races(step: Step) -> None:
-    for build in (build_program, build_evaluation, partial(build_program, cut=Cut.AFTER_HEAD)):
-        program = build(*step)
+    for program in (*(build_program(*step, cut=cut) for cut in Cut), build_evaluation(*step)):
         check_order(program, waits(program))
 
 

@@ -38,7 +38,8 @@ class Calls:
     seed: int
     neftune_alpha: float | None
     router_z: float  # coefficient of the routers' z-loss
-    router_loss: Tensor | None = None  # of the latest call for values
+    # Of the latest call for values, a scalar.
+    router_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     drawn: int = 0  # number of the next call that may drop or add noise
     plans: list[Plan] = field(default_factory=list)  # of the planner, for the batches so far
 
@@ -109,10 +110,7 @@ class Calls:
         RoPE is scaled for the longest sequence of all replicas, which form one batch."""
         if self.planner is not None:
             run = RunSpec(batch, tokens)
-            loss = replace(
-                _VALUES if is_cut else Objective(), routers=self.models.now.routers is not None
-            )
-            self._choose(self.planner, run, loss)
+            self._choose(self.planner, run, _VALUES if is_cut else Objective())
         model = self.models.now
         if same is not None:
             model.stages.settle(max(longest for longest, _ in same.table))

@@ -438,6 +438,8 @@ class Interpreter:
                     out = layer(entered, *call.arguments, **call.keywords)
         except KVWritten:
             return
+        if i.drops:
+            return
         out = out[0] if isinstance(out, tuple) else out
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if graph_input is not None:
@@ -463,7 +465,7 @@ class Interpreter:
         self.recurrent.leave(i, cell)
         if i.kept and now.graphs[i.layer, i.chunk][1] is None:
             cell.forget()
-        if i.mode is AttentionMode.NONE:
+        if i.drops or i.mode is AttentionMode.NONE:
             del now.hidden[i.layer + 1]
 
     def _saved(

@@ -135,7 +135,7 @@ class Runner:
         backward run separately."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        cut = Cut.AFTER_HEAD if is_cut else Objective(routers=model.routers is not None).cut
+        cut = Cut.AFTER_HEAD if is_cut else model.spec.cut(Objective())
         # The last two affect the choice of kernels.
         key = batch, tokens, evaluation, is_cut, deterministic, by_cudnn
         known = model.programs

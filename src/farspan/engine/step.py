@@ -121,7 +121,7 @@ class Step:
     neftune_alpha = _OfPart[float | None]("_calls.neftune_alpha")
     # Router losses of the latest `logprobs` or `values`, by their coefficients, with a gradient; 0
     # if the model adds none.
-    router_loss = _OfPart[Tensor | None]("_calls.router_loss")
+    router_loss = _OfPart[Tensor]("_calls.router_loss")
     # The planner's plan for the present schedule; None if the planner did not choose it.
     plan = _OfPart[Plan | None]("_calls.plan")
 

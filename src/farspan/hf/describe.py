@@ -21,6 +21,7 @@ from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
 from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
+from farspan.hf.routers import routers_of
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.swap import put, replacements
 from farspan.hf.unsupported import refuse_dropout, refuse_model
@@ -87,6 +88,7 @@ def _described(
         element_bytes=stages.dtype.itemsize,
         parameters=sum(map(elements, parameters)),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        routers=routers_of(model) is not None,
     )
 
 

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
-# A table such as `module._parameters`, or an object with attributes; a name in it; its new value.
-Part = tuple[Any, str, Any]
+# A table such as `module._parameters`, or an object with attributes; a key or name in it; its new
+# value.
+Part = tuple[Any, Any, Any]
 
 _ABSENT = object()
 

@@ -82,7 +82,8 @@ class ScheduleGrid:
     @property
     def cut(self) -> Cut:
         """Return what must be complete before the backward begins."""
-        return self.cell_prices.question.loss.cut
+        question = self.cell_prices.question
+        return question.model.cut(question.loss)
 
     @property
     def evaluates(self) -> bool:

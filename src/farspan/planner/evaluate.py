@@ -257,7 +257,7 @@ def programs(
 ) -> list[tuple[RankKind, Program]]:
     """Return every kind of rank with its program; for `walked` see `build_program`. Raises
     UnsupportedError if the groups do not fit the model."""
-    model, run, cut = question.model, question.run, question.loss.cut
+    model, run, cut = question.model, question.run, question.model.cut(question.loss)
     return [
         (kind, build_program(model, run, schedule, kind.rank, walked=walked, cut=cut))
         for kind in kinds_of(question, schedule)

@@ -257,7 +257,7 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
     """Return a memory walk through an outline of the program that has only the `walked` chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
-    arguments, cut = (whole.model, whole.run, schedule, rank), whole.loss.cut
+    arguments, cut = (whole.model, whole.run, schedule, rank), whole.model.cut(whole.loss)
     program = build_program(*arguments, walked=walked, cut=cut)
     return RankWalk(whole, program)
 

@@ -48,7 +48,7 @@ from farspan.program.program import (
 )
 from farspan.program.residency import Kind
 from farspan.program.work import copied_bytes, pieces_of, streamed_bytes
-from farspan.spec import HOST, Cut, LayerSpec, Rates, UnsupportedError, value
+from farspan.spec import HOST, LayerSpec, Rates, UnsupportedError, value
 
 
 @dataclass(slots=True)
@@ -483,7 +483,7 @@ class Prices:
         """Return the seconds per step of FSDP's gathers and reductions with these groups. Weights
         of a group are gathered for its forward and again for its backward; those of the last group
         once, unless the head runs in between."""
-        last = len(groups) - (self.question.loss.cut is not Cut.AFTER_HEAD)
+        last = len(groups) - (not self.question.loss.is_cut)
         seconds = 0.0
         for group, layers in enumerate(groups):
             seconds += self.gathered_once([layers]) * (1 if group == last else 2)

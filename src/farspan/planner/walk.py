@@ -284,6 +284,8 @@ class Walk:
             self.graphs[i.layer, i.chunk] = _Graph(size, i.kept, cell, i)
         else:
             self.live -= held
+        if i.drops:
+            return
         self.live += cell.out + cell.held - self.hidden.get(i.layer + 1, 0)
         self.hidden[i.layer + 1] = cell.out
         if i.hold:

@@ -207,7 +207,8 @@ class _RegisterWalk:
             self.graphs[i.layer, i.chunk] = () if i.kept else (*taken, *output)
         if i.hold:
             self.held[i.layer] = output
-        self.hidden[i.layer + 1] = ()
+        if not i.drops:
+            self.hidden[i.layer + 1] = ()
         return found
 
     def _pages(self, i: Forward) -> list[Access]:

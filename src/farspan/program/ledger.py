@@ -251,6 +251,7 @@ class Ledger:
             arena_bytes,
             self.share,
             self.cut,
+            self.cut_after,
         )
 
 

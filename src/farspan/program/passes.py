@@ -345,15 +345,17 @@ class GroupPasses(Group):
             kept = chunk in self.graphs
             is_stored = not self.is_last or kept
             is_read = is_stored or self.ledger.cut_after > Cut.NONE
+            has_head = self.is_last and self.ledger.cut_after is Cut.AFTER_HEAD
             if chunk == self.chunks[-1] and not is_read:
                 continue
             self.enter(chunk)
             for layer in self.layers:
                 only_kv = layer == self.top and not is_read
-                self.forward(layer, chunk, only_kv=only_kv, kept=kept)
+                drops = layer == self.top and is_read and not is_stored and not has_head
+                self.forward(layer, chunk, only_kv=only_kv, kept=kept, drops=drops)
             if is_stored:
                 self.leave(chunk)
-            if self.is_last and self.ledger.cut_after is Cut.AFTER_HEAD:
+            if has_head:
                 self.ledger.emit(Head(chunk, gradient=False))
         if not self.stays_open:
             self.close_first()
@@ -456,6 +458,7 @@ class GroupPasses(Group):
         kept: bool = False,
         hold: bool = False,
         held: bool = False,
+        drops: bool = False,
     ) -> None:
         """Write one forward cell with its copies. Whether attention is computed or its output read
         depends on what the buffers hold."""
@@ -491,6 +494,7 @@ class GroupPasses(Group):
                 means=self._means(layer, wanted=write is not None or chooses),
                 choice=chosen,
                 chooses=chooses,
+                drops=drops,
             )
         )
         if write is not None:

@@ -17,7 +17,7 @@ from math import prod
 
 from farspan.program.layout import ALIGNMENT, Range, Share, own_groups, streams
 from farspan.program.residency import RESIDENCY, CutInto, Kind, RowTensor
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, value
+from farspan.spec import Cut, LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, value
 
 
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
@@ -172,6 +172,7 @@ class Forward:
     means: str | None = None  # buffer of page means: written with K, V, read by a cell that chooses
     choice: str | None = None  # buffer for the chosen pages, or with them
     chooses: bool = False  # COMPUTE with sparse attention: this cell chooses the pages
+    drops: bool = False  # the output is not needed: the layer runs for its router's choices alone
 
 
 @value
@@ -294,6 +295,7 @@ class Program:
     share: Share  # the part of each chunk that the program's rank has
     # Number of instructions of the forward if the backward is separate, else 0.
     cut: int = 0
+    cut_after: Cut = Cut.NONE  # what the forward then has complete
 
     def rows(self, kind: Kind, chunk: int) -> Range:
         return rows_of(self.share, kind)[chunk]
