@@ -39,7 +39,7 @@ from farspan.spec import LayerSpec, Sparse
 
 @dataclass(slots=True)
 class Call:
-    """The attention call of one chunk, without tensors."""
+    """Description of one chunk's attention call, without tensors."""
 
     kernel: Kernel
     blocks: tuple[Block, ...]
@@ -57,9 +57,9 @@ def attention_bytes(
     heads_first: bool,
     chooses: bool,
 ) -> tuple[int, int]:
-    """Return the peak bytes of one chunk's attention, (forward, backward), with results but without
-    q, k and v. `run` is (batch, bytes of an element); `heads_first` says that heads precede tokens
-    in the memory of q; `chooses` says that the cell chooses pages."""
+    """Return the peak bytes of one chunk's attention, (forward, backward), including results but
+    not q, k and v. `run` is (batch, bytes of an element); `heads_first` says that heads precede
+    tokens in the memory of q; `chooses` says that the cell chooses pages."""
     batch, width = run
     memory = Memory()
 
@@ -98,7 +98,7 @@ def sparse_call(
     tokens: int,
     in_slots: bool,
 ) -> Call:
-    """Return a dense call restricted to near keys and chosen pages."""
+    """Return the call with its keys restricted to near keys and chosen pages."""
     far = far_of(heads, sparse, run, call.q_start, tokens)
     units = 0 if far is None else most_units_of(far)
     blocks = near_blocks(call.blocks, sparse, call.q_start)
@@ -261,13 +261,13 @@ def own_blocks(call: Call) -> tuple[Block, ...]:
 
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
-    """Yield blocks on earlier keys, ascending; those with overlapping keys come together."""
+    """Yield blocks of earlier keys in ascending order; blocks with keys in common come together."""
     for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 
 
 def _few(blocks: Iterator[Block]) -> tuple[Block, ...]:
-    """Shorten long runs of equal blocks, which do not raise the peak."""
+    """Leave out most blocks of long stretches of equal blocks, which do not raise the peak."""
     kept: list[Block] = []
     repeats = 0
     for block in blocks:
@@ -283,7 +283,7 @@ def _extent(block: Block) -> tuple[int, int, bool, bool]:
 
 
 def _stored(like: MetaTensor, visit: tuple[Block, ...]) -> MetaTensor:
-    """Return the keys or values of several blocks as the arena stores them, tokens first."""
+    """Return the keys or values of several blocks as the arena stores them: tokens before heads."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
     return like.memory.given((batch, heads, tokens, width), like.width, heads_first=False)
