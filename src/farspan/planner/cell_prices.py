@@ -60,7 +60,8 @@ class LaneSeconds:
     )  # sums over spans, lane by lane
 
     def total(self, counts: Array, choices: SaveCounts) -> Array:
-        """Seconds per queue, [5, F], if a chunk's cell runs `counts` [F, spans of chunks] times."""
+        """Return the seconds that each queue is busy, [5, save counts], if the cells of a span of
+        chunks run `counts` [save counts, spans] times."""
         if choices not in self.known:
             lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
             self.known[choices] = [choices.over(lane) for lane in lanes]
@@ -76,8 +77,8 @@ class LaneSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Bytes of the layers below each layer, added up, [L + 1]: of all keys for `kv` and `dkv`, per
-    key for `attention`, per saved cell for `wide` and `narrow`."""
+    """Cumulative bytes [layers + 1]: entry i is the sum of the first i layers. `kv` and `dkv` count
+    all keys, `attention` one key, `wide` and `narrow` one saved cell."""
 
     kv: Array
     dkv: Array
@@ -113,7 +114,7 @@ class CellSeconds:
         return {spec: self._cell(spec, AttentionMode.COMPUTE) for spec in self.places}
 
     @cached_property
-    def given(self) -> dict[LayerSpec, LaneSeconds]:
+    def given_attention(self) -> dict[LayerSpec, LaneSeconds]:
         return {spec: self._cell(spec, AttentionMode.GIVEN) for spec in self.places}
 
     @cached_property
@@ -164,8 +165,8 @@ class CellSeconds:
 
 
 class CellPrices:
-    """Seconds and bytes of the cells of one kind of rank, one chunk size and one tier of K, V,
-    which grids share. The default kind is the last pipeline stage, which has the head."""
+    """Seconds and bytes of the cells of one kind of rank, one chunk size and one tier of K, V;
+    grids share them. The default kind is the last pipeline stage, which has the head."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class CellPrices:
         kind: RankKind | None = None,
         like: "CellPrices | None" = None,
     ) -> None:
-        """Price the cells; `like` has their seconds if given, from another kind of rank."""
+        """Price the cells, or take the seconds of `like`, another rank's prices, if given."""
         kind = kinds_of(question, schedule)[-1] if kind is None else kind
         layout = question.layout
         chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
@@ -184,7 +185,7 @@ class CellPrices:
         self.model: ModelSpec = stage_model(whole, kind.layers)
         self.question = part_of(question, kind)
         # The layers of this rank at this chunk size: its own heads, and the rows of a state.
-        self.held = dict(zip(self.question.model.layers, self.model.layers, strict=True))
+        self.local_layers = dict(zip(self.question.model.layers, self.model.layers, strict=True))
         self.run, self.schedule = question.run, schedule
         self.are_equal = are_equal(chunks)
         self.sizes = _sizes(self.share.tokens)
@@ -223,15 +224,15 @@ class CellPrices:
         return self._shared[key]
 
     def latest(self, chunks: NDArray[np.int64]) -> Array:
-        """Number of this rank's tokens in the sequence's last `chunks` chunks; any shape."""
+        """Number of this rank's tokens in the last `chunks` chunks, an array of such counts."""
         return np.asarray(self._latest[chunks])
 
     def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
         return np.asarray(self._latest_keys[chunks])
 
     def cells(self, chunks: NDArray[np.int64]) -> Array:
-        """Size of the last `chunks` chunks' cells, in cells of the first chunk; any shape. A cell's
-        bytes grow with its chunk, so unequal chunks count by their tokens."""
+        """Size of the cells of the last `chunks` chunks, in units of the first chunk's cell. A
+        cell's bytes grow with its chunk, so unequal chunks count by their tokens."""
         if self.are_equal:
             return np.asarray(chunks, dtype=np.float64)
         return np.asarray(self._latest[chunks] / self.sizes[0])
@@ -272,7 +273,8 @@ class CellPrices:
 
     @cached_property
     def clear(self) -> float:
-        """Seconds of zeroing dK, dV of every layer, or the device slot that zeroes the host's."""
+        """Seconds of zeroing dK, dV of every layer. If they lie on the host, a device slot is
+        zeroed instead and copied there."""
         on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
         rows = keys.most if on_host else keys.total
         sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]

@@ -3,9 +3,9 @@
 The communication model. A device sends `peer` bytes a second to devices of its own node and
 `network` bytes a second to others; traffic inside and between nodes overlaps, so the slower of the
 two counts. Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline: neighbours in the
-first are neighbours in a node. Every collective costs `latency` on top, among any number of
-devices. In an all-to-all or all-gather over P devices each keeps 1 / P of the bytes and moves (P -
-1) / P. Collectives inside a cell delay its attention, except for the ring's, which overlap with it,
+first are neighbours in a node. Every collective costs `latency` on top, however many devices take
+part. In an all-to-all or all-gather over P devices each keeps 1 / P of the bytes and moves the
+rest. Collectives inside a cell delay its attention, except for the ring's, which overlap with it,
 and for heads that are exchanged in pieces (program/work.py); FSDP's are issued one layer ahead.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
@@ -178,8 +178,8 @@ def _elements(spec: LayerSpec) -> tuple[int, int, int]:
 
 def exchange_bytes(question: Question, chunk: int) -> int:
     """Return the peak device bytes of messages between devices, outside the program's buffers.
-    `chunk` is the device's share of a chunk, in tokens. The sum assumes that every kind of message
-    is at its peak:
+    `chunk` is the device's share of a chunk, in tokens. All kinds of messages count at their own
+    peak:
 
     - Ulysses: q, K, V and O, once packed to be sent and once received;
     - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums in

@@ -79,7 +79,8 @@ class RankKind:
 
 
 def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
-    """Return the kinds of rank by pipeline stage. Raises UnsupportedError for impossible groups."""
+    """Return the kinds of rank (ranks with equal programs), in the order of the pipeline. Raises
+    UnsupportedError if the groups are impossible."""
     layout, layers = question.layout, question.model.layers
     groups = group_ranges(schedule, len(layers), layout.pipeline)
     widest = max(stop - start for start, stop in groups)
@@ -138,7 +139,8 @@ def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """Return a pipelined schedule with only its longest stage, as one group; others unchanged."""
+    """Return the schedule with only the longest pipeline stage, as one group; without a pipeline,
+    return it unchanged."""
     if question.layout.pipeline == 1:
         return schedule
     return replace(schedule, groups=(most_layers(question),))
@@ -245,7 +247,7 @@ DENSE = Schedule()
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """One kind of rank with its program and the transient bytes of its cells."""
+    """One kind of rank with its program and the bytes that its cells allocate briefly."""
 
     kind: RankKind
     program: Program
@@ -267,7 +269,7 @@ def programs(
 def walk(
     question: Question, schedule: Schedule, walked: Sequence[int] | None = None
 ) -> tuple[Walked, ...]:
-    """Build the program of every kind of rank and count the transient bytes of its cells."""
+    """Build the program of every kind of rank and count the bytes that cells allocate briefly."""
     return tuple(
         Walked(kind, program, RankWalk(question, program).run().transient)
         for kind, program in programs(question, schedule, walked)
@@ -328,7 +330,7 @@ def surely_sized(question: Question, schedule: Schedule) -> Sized:
 
 
 def _is_packed(program: Program) -> bool:
-    """Return whether buffers fill the arenas without a gap when the largest are placed first."""
+    """Return whether the program's buffers fill its arenas without a gap, placed largest first."""
     for tier in Tier:
         held = (buffer for buffer in program.buffers.values() if buffer.tier is tier)
         requests = [PlacementRequest(b.bytes, b.born, b.dies) for b in held]
@@ -351,7 +353,7 @@ def _sized(question: Question, walked: tuple[Walked, ...]) -> Sized:
 def evaluate(
     question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
 ) -> Plan:
-    """Return the plan of a schedule: bytes on each tier, seconds of the slowest rank, and its
+    """Return the plan of a schedule: bytes on each tier, the slowest rank's seconds, its
     bottleneck.
 
     A schedule that does not fit cannot run, so its step is not simulated: its time is that of the
@@ -482,7 +484,7 @@ def _total(parts: dict[str, int]) -> int:
 def _together(
     question: Question, kinds: Sequence[RankKind], parts: Sequence[dict[str, int]]
 ) -> dict[str, int]:
-    """Return one rank's share of the memory on the fullest machine, by cause."""
+    """Return one rank's share of the memory in use on the fullest machine, by cause."""
     near = question.near()
 
     def shares(counts: tuple[int, ...]) -> dict[str, int]:
@@ -593,9 +595,8 @@ def _bound(line: Timeline) -> str:
 
 
 def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
-    """FLOP of a step that MFU counts: three times a forward's, or twice for frozen weights.
-    Attention counts keys that a query sees (half under a causal mask); embeddings, recomputation do
-    not."""
+    """FLOP of a step that MFU counts: three times a forward's, or twice for frozen weights, without
+    recomputation or embeddings. Attention counts keys that a query sees (half if causal)."""
     model, run = question.model, question.run
     tokens = run.batch * run.tokens
     head = 3.0 if model.outer_trainable() else 2.0

@@ -3,9 +3,9 @@
 By their bounds: whether any schedule of a grid fits, and which leaves the most of each tier.
 
 By a close look at one schedule: its arenas are those of its bounds except for padding. The brief
-allocations of its cells come from the program of a few representative chunks: of each stretch of
-chunks that save the same tensors the latest, which has the most keys before it. They are cells of
-the whole program in its order, so its fullest moment is at least as full.
+allocations of its cells come from a program of a few chunks: the latest of each stretch of chunks
+that save the same tensors, which has the most keys before it. They are cells of the whole program
+in its order, so its fullest moment is at least as full.
 
 And as a composed plan: its bytes are those of a program of a few chunks (an outline). Its time is
 counted where nothing overlaps, and otherwise that of a program of fewer layers.
@@ -64,7 +64,8 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 def space_grids(
     question: Question, space: Space
 ) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
-    """Yield the bounds of the space: grids of all kinds of rank, their schedule and splits."""
+    """Yield the grids that bound all schedules of the space: for each chunk size and set of
+    switches those of every kind of rank, with the schedule and its splits into groups."""
     splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
     saves: dict[int, SaveCounts] = {}
@@ -97,8 +98,8 @@ def _save_counts(space: Space, chunks: int) -> SaveCounts:
 
 
 def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Bytes of the fullest device and of a rank's share of main memory, both [K splits, F saves, T
-    tiers], and of each kind of rank's device, [kinds, K, F, T]; messages and workspaces count."""
+    """Bytes of the fullest device and of a rank's share of main memory, [splits, save counts,
+    tiers] each, and of each kind of rank's device, [kinds, ...]; messages and workspaces count."""
     each = [bound(grid) for grid in grids]
     for found, grid in zip(each, grids, strict=True):
         found.device += grid.cell_prices.passing
@@ -128,7 +129,7 @@ def together(grids: RankGrids, sizes: Array) -> Array:
 
 
 def slowest(grids: RankGrids, *, in_line: bool = False) -> Array:
-    """Lower bound of the slowest rank's seconds per step, [K splits, F saves, T tiers]."""
+    """Lower bound of the slowest rank's seconds per step, [splits, save counts, tiers]."""
     return np.asarray(np.max([seconds(grid, in_line=in_line) for grid in grids], axis=0))
 
 
@@ -141,7 +142,7 @@ def limits(question: Question) -> tuple[int, int]:
 
 
 def room(question: Question, device: Array, host: Array) -> Array:
-    """Return the free fraction of the tier with the smallest one; negative if a tier overflows."""
+    """Return the free fraction of the fuller tier; negative if a tier overflows."""
     first, second = limits(question)
     if question.machine.unified:
         return np.asarray(1 - (device + host) / first)
@@ -149,7 +150,7 @@ def room(question: Question, device: Array, host: Array) -> Array:
 
 
 def may_fit(grids: RankGrids, device: Array, host: Array) -> NDArray[np.bool_]:
-    """Return which schedules of a grid fit with these bytes and repeat no other, [K, F, T]."""
+    """Return which schedules of a grid fit with these bytes and are unlike all earlier ones."""
     fits = room(grids[0].cell_prices.whole, device, host) >= 0
     return np.asarray(fits & differing(grids[-1]) if fits.any() else fits)
 
@@ -161,7 +162,7 @@ def any_may_fit(grids: RankGrids) -> bool:
 
 
 def fitting(grids: RankGrids) -> NDArray[np.bool_]:
-    """Return which schedules of a grid fit by their bounds, [K splits, F saves, T tiers]."""
+    """Return which schedules of a grid fit by their bounds, [splits, save counts, tiers]."""
     found, _ = taken(grids)
     return may_fit(grids, found.device, found.host)
 

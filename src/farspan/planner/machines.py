@@ -224,7 +224,7 @@ def _preset_called(name: str) -> str:
     )
 
 
-def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str]) -> str:
+def _hint(name: str, words: tuple[str, ...], memory: int | None, matches: list[str]) -> str:
     other = _called(words, None) if memory is not None and words else []
     if other:
         has = " or ".join(f"{_size(preset)} GB" for preset in other)
@@ -240,7 +240,7 @@ def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str
         return f"for a number of devices give --gpus {name}, and the card with --machine"
     numbers = {word for word in words if word.isdecimal() and len(word) > 1}
     sized = [n for n in names() if memory is not None and not words and _size(n) == memory]
-    close = found or within or [n for n in names() if n.startswith(name.lower())] or sized
+    close = matches or within or [n for n in names() if n.startswith(name.lower())] or sized
     close = close or [n for n, known in _known().items() if numbers & set().union(*known)][:3]
     plain = "".join(_WORD.findall(name.lower()))
     close = close or difflib.get_close_matches(plain, names(), n=3, cutoff=0.5)

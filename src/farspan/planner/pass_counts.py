@@ -1,5 +1,4 @@
-"""Count the work and traffic of many schedules at once: splits of the layers into groups, and
-fractions of chunks that are saved.
+"""Count the work and traffic of many schedules at once, by splits into groups and chunks saved.
 
 A layer has one of six roles (`Role`): the top layer of its group or a layer below, in the last
 group, in an earlier one, or in a pipeline stage that is not the last. The role decides which
@@ -60,7 +59,7 @@ class Boundary(Enum):
 
 @dataclass(frozen=True, eq=False)
 class SaveCounts:
-    """F choices of how many of the latest chunks save O and LSE, and how many save activations."""
+    """Choices of how many of the latest chunks save O and LSE, and how many save activations."""
 
     attention: NDArray[np.int64]  # [F]
     graphs: NDArray[np.int64]  # [F]
@@ -68,18 +67,18 @@ class SaveCounts:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """First chunk of each of S spans, [S]. A span is a range of chunks that save the same
-        tensors, whichever of the F choices is taken; the last chunk is always a span by itself."""
+        """First chunk of each span, [spans]. A span is a range of chunks that save the same tensors
+        in whichever choice of `SaveCounts`; the last chunk is always a span by itself."""
         borders = self.chunks - np.concatenate([self.attention, self.graphs, [self.chunks, 1]])
         return np.unique(borders[borders < self.chunks])
 
     def over(self, values: Counts) -> Counts:
-        """Return the sums of `values` [chunks] over the chunks of each of S spans, [S]."""
+        """Return the sums of `values` [chunks] over the chunks of each span, [spans]."""
         return np.asarray(np.add.reduceat(values, self.starts))
 
     @cached_property
     def cases(self) -> NDArray[np.int64]:
-        """What the chunks of each of S spans save in each of F choices, [F, S], as a sum: 4 for O
+        """What the chunks of each span save in each choice, [save counts, spans], as a sum: 4 for O
         and LSE, 2 for activations, 1 for the last chunk."""
         chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
@@ -89,8 +88,8 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each of F choices, [F]. All choices of a class save O and LSE for no, some or
-        all chunks, likewise activations, and agree on which of the two is saved for more chunks."""
+        """Class of each choice, [save counts]. All choices of a class save O and LSE for no, some
+        or all chunks, likewise activations, and agree on which one is saved for more chunks."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -145,7 +144,7 @@ class Acts:
     counts: dict[Act, Counts]
 
     def of(self, act: Act, choices: SaveCounts) -> Counts:
-        """Return the number of instructions of one type per chunk, [F saves, S spans of chunks]."""
+        """Return how many instructions of one type run per chunk, [save counts, chunk spans]."""
         return np.asarray(self.counts.get(act, np.zeros(8)).take(choices.cases))
 
     def of_type(self, instruction: type) -> list[Act]:
@@ -251,7 +250,7 @@ class GroupSplits:
 
     @cached_property
     def counts(self) -> Array:
-        """Number of groups in each split, [K splits, 1]."""
+        """Number of groups in each split, [splits, 1]."""
         return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
 
     @property
@@ -261,22 +260,22 @@ class GroupSplits:
 
     @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """Whether each split ends with one layer, which saves no activations, [K splits, 1]."""
+        """Whether a split's last group is one layer, which saves no activations, [splits, 1]."""
         return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
 
     @cached_property
     def last(self) -> Array:
-        """Number of layers in the rank's last group, [K splits, 1]."""
+        """Number of layers in the rank's last group, [splits, 1]."""
         return np.array([[sizes[-1]] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def widest_earlier(self) -> Array:
-        """Layers of the largest group before the last, or 0 if there is none, [K splits, 1]."""
+        """Number of layers in the largest group before the last, or 0, [splits, 1]."""
         return np.array([[max(sizes[:-1], default=0)] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def parts(self) -> tuple[list[Part], Array]:
-        """R distinct layers with their roles, and the number of each in each split, [K, R]."""
+        """Distinct (layer, role) pairs, and the number of such layers, [splits, pairs]."""
         found: dict[Part, Array] = {}
         for k, groups in enumerate(self.bounds):
             tops = {stop - 1 for _, stop in groups}
@@ -297,7 +296,7 @@ class GroupSplits:
 
     @cached_property
     def inner(self) -> Array:
-        """0 for a group's first layer, whose input is saved anyway, else 1, [K splits, L]."""
+        """0 for a group's first layer, whose input is saved anyway, else 1, [splits, layers]."""
         inner = np.ones((len(self.sizes), len(self.question.model.layers)))
         for k, firsts in enumerate(self.firsts):
             inner[k, firsts] = 0.0
@@ -305,9 +304,8 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: all of them if a split has up to `EVERY`, else the first
-        two, the middle one and the last two, where even splits and splits with shrinking groups
-        need the most."""
+        """Groups whose memory is computed: all if a split has up to `EVERY`, else the first two,
+        the middle one and the last two, where even and shrinking groups need the most."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -325,14 +323,14 @@ class GroupSplits:
     # -- states, and gathering or streaming of weights -------------------------------------------
 
     @cached_property
-    def held(self) -> list[States]:
+    def split_states(self) -> list[States]:
         return [states(self.question, groups) for groups in self.bounds]
 
     @cached_property
     def gradients(self) -> Array:
-        """Bytes of weight gradients once every layer has one, for each of K splits, [K, 1]. Modules
-        outside the layers count, except in a pipeline stage, which may lack them."""
-        sizes = [[float(held.gradients)] for held in self.held]
+        """Bytes of weight gradients once every layer has one, [splits, 1]. Modules outside the
+        layers count, except in a pipeline stage, which may lack them."""
+        sizes = [[float(held.gradients)] for held in self.split_states]
         if self.kind.is_stage:
             model, width = self.question.model, gradient_bytes(self.question)
             outer = sharing_of(self.question).own(0, model.outer_trainable()) * width
@@ -341,35 +339,37 @@ class GroupSplits:
 
     @cached_property
     def fixed(self) -> Array:
-        """Bytes of weights, gathered weights and optimizer states on the device, [K splits, 1]."""
-        sizes = [[held.on_device] for held in self.held]
+        """Bytes of weights, gathered weights and optimizer states on the device, [splits, 1]."""
+        sizes = [[held.on_device] for held in self.split_states]
         return np.array(sizes, dtype=np.float64)
 
     @cached_property
     def on_host(self) -> Array:
-        """Bytes of weights, gradients and optimizer states on the host, [K splits, 1, 1]."""
-        return np.array([[[held.on_host]] for held in self.held], dtype=np.float64)
+        """Bytes of weights, gradients and optimizer states on the host, [splits, 1, 1]."""
+        return np.array([[[held.on_host]] for held in self.split_states], dtype=np.float64)
 
     @cached_property
-    def own(self) -> list[list[tuple[int, int]]]:
+    def ranges(self) -> list[list[tuple[int, int]]]:
         """Layer ranges of the groups of each split, numbered in the whole model."""
         first = self.kind.layers[0]
         return [[(start + first, stop + first) for start, stop in groups] for groups in self.bounds]
 
     def gathers(self, prices: Prices) -> Array:
-        """Return the seconds per step of FSDP's collectives for each of K splits, [K, 1]."""
+        """Return the seconds per step of FSDP's collectives, [splits, 1]."""
         if "_gathers" not in self.__dict__:
-            self.__dict__["_gathers"] = np.array([[prices.gathers_of(split)] for split in self.own])
+            self.__dict__["_gathers"] = np.array(
+                [[prices.gathers_of(split)] for split in self.ranges]
+            )
         return np.asarray(self.__dict__["_gathers"])
 
     def streamed(self, prices: Prices) -> Array:
-        """Seconds per step of fetching weights and of evicting their gradients, [K splits, 2]."""
-        return np.array([prices.streamed(split) for split in self.own])
+        """Seconds per step of fetching weights and of evicting their gradients, [splits, 2]."""
+        return np.array([prices.streamed(split) for split in self.ranges])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
-        """Bytes of device slots through which weights or gradients are copied, [K splits, 1]."""
+        """Bytes of device slots through which weights or gradients are copied, [splits, 1]."""
         return np.array(
-            [[prices.weight_slots(split, gradients)] for split in self.own], dtype=float
+            [[prices.weight_slots(split, gradients)] for split in self.ranges], dtype=float
         )
 
     @cached_property
@@ -378,7 +378,7 @@ class GroupSplits:
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
         """Return the bytes that a group's layers save for the backward: in the group that saves the
-        most, and in the first group, both [K splits, 1]. `saved` [L layers] has the bytes of each
+        most, and in the first group, [splits, 1] each. `saved` [layers] has the bytes of each
         layer; with `one_layer` only the largest layer of a group counts."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]

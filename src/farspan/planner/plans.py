@@ -69,8 +69,7 @@ def best_plan(
 
     A plan slower by at most a fraction `search.TOLERANCE` is preferred if it takes less main
     memory, or as much and less of the device. What `question.open` leaves open is chosen for the
-    fastest training steps, updates included: the returned plan's question has the tiers of states
-    and weights.
+    fastest training steps, updates included: the question of the returned plan says how.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space of
     schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave the
@@ -391,9 +390,9 @@ def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Rem
     if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 
-    def seconds(asked: Question) -> float:
+    def seconds(changed: Question) -> float:
         names = strategies or [GROUPED]
-        best = best_placed(asked, lambda there: chosen(_plans(there, names, REMEDY_SECONDS))[0])
+        best = best_placed(changed, lambda there: chosen(_plans(there, names, REMEDY_SECONDS))[0])
         return best.seconds.total if best.fits else 0.0
 
     return remedies_of(question, partial(fits, strategies=strategies), seconds=seconds)
@@ -408,8 +407,8 @@ def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
 
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
-    """Return the schedule of a named strategy for this question. For `memo`, the fraction of saved
-    tokens is solved; chunks are enlarged if there would be more than `most` cells."""
+    """Return the schedule of a named strategy for this question. `memo` saves the activations of as
+    many tokens as its bounds allow; chunks are enlarged to keep to at most `most` cells."""
     tokens, layers = question.run.tokens, most_layers(question)
     schedule = replace(strategy(name, layers, tokens), weights=question.weights)
     if question.layout.pipeline > 1:  # the stages are the groups
@@ -459,7 +458,7 @@ def _searched(
 
 
 def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
-    """Search the whole space from the fastest of the `fitting` plans on; return the best plans."""
+    """Search the whole space, starting with the fastest of `fitting`; return the best plans."""
     others = tuple(fitting)
     known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known, tolerance, NEAR)

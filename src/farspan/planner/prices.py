@@ -1,5 +1,4 @@
-"""Seconds of an instruction: matrix products, attention (dense, and to chosen pages), memory
-traffic, copies and collectives; and the memory of attention's kernels.
+"""Seconds of each instruction of a program, and the memory of attention's kernels.
 
 A program belongs to one rank. Everything except attention counts the rank's own tokens, C / P of
 every chunk of C tokens, where P = `layout.sequence()`; a layer's products, and messages between

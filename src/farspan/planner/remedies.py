@@ -1,5 +1,4 @@
-"""Explain why a plan was chosen, or what breaks when none fits and which changes would make one
-fit.
+"""Explain why a plan was chosen, or what runs out if none fits and which changes make one fit.
 
 Kinds of changes are tried in this order, up to a number of tries, and the first that helps of each
 kind is named: changes that cost nothing and keep the results, that cost nothing and do not, that
@@ -325,7 +324,7 @@ def part_words(part: str) -> str:
 
 def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     """Return words that say why the plan was chosen."""
-    parts = [_choices(plan), *_given(plan, others)]
+    parts = [_choices(plan), *_dearer(plan, others)]
     if plan.tight:
         parts.append("no plan leaves the margin free")
     slower = [o for o in others if o.fit is plan.fit and o.strategy != plan.strategy]
@@ -339,7 +338,7 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     return "; ".join(parts)
 
 
-def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
+def _dearer(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
     """Yield words for the extra memory of the fastest plan, if a slower plan was preferred."""
     like = (other for other in others if other.fit is plan.fit)
     fastest = min(like, key=Plan.rank, default=plan)

@@ -176,9 +176,9 @@ DISTILLED = 64  # default ids per token whose log-probabilities a teacher gives
 def loss_of(
     kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
 ) -> Objective:
-    """Return the loss that the names describe. With `adapters`, only adapters are trained; a loss
-    that needs a reference has a stored one unless `reference` names another; `ids` is for
-    distillation. Raises UnsupportedError naming the field."""
+    """Return the loss of these names. `adapters` says whether only adapters are trained; a loss
+    that needs a reference reads its stored values unless `reference` names another way; `ids` is
+    the number of tokens that distillation compares. Raises UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
     loss = LossKind(kind)

@@ -201,13 +201,13 @@ class Frontier:
         self.known.add(kind)
         self.effort.walk()
         members = choices.kind == kind
-        choices.devices[:, members] += self.held(kind, cells)
+        choices.devices[:, members] += self.transients(kind, cells)
         choices.device[members] = fullest(self.grids, choices.devices[:, members])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
-    def held(self, kind: int, cells: "TransientCache") -> Array:
-        """Return the transient bytes of the cells of one kind of choice, beyond those that `within`
-        counts, [S, 1] for S kinds of rank."""
+    def transients(self, kind: int, cells: "TransientCache") -> Array:
+        """Return the bytes that the cells of one kind of choice allocate briefly, beyond those that
+        `within` counts, [kinds of rank, 1]."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:
@@ -269,14 +269,14 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, by kind of choice; all grids share the cache."""
+    """Bytes that cells allocate briefly, by kind of choice (one split, chunks saved alike)."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, grid: ScheduleGrid) -> Array:
-        """Bytes by which modules outside the layers exceed the bound, [K splits, F saves]."""
+        """Bytes by which modules outside the layers exceed the bound, [splits, save counts]."""
         chunk = grid.schedule.chunk
         if chunk not in self._outside:
             given = grid.schedule
@@ -296,7 +296,7 @@ class TransientCache:
         if key not in self._known:
             own = s if grid.splits.kind.is_stage else replace(s, groups=sizes)
             self._known[key] = quick.transient(grid.cell_prices, own, *most, walked)
-        held = grid.splits.held[split]
+        held = grid.splits.split_states[split]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
         return float(gradients - momentary(grid)[split, np.flatnonzero(members)[0]])
 
@@ -394,7 +394,7 @@ class FootprintSearch:
         """Return the candidate with the transient bytes of its cells added to its footprint."""
         host, device = candidate.footprint
         # The kind of rank with the least, since any kind may be the fullest.
-        device += float(self.frontiers[candidate.at].held(candidate.kind, self.cells).min())
+        device += float(self.frontiers[candidate.at].transients(candidate.kind, self.cells).min())
         return replace(candidate, footprint=(host, device), is_counted=True)
 
     def _plan(self, candidate: _Candidate, effort: SearchEffort) -> Plan | None:
@@ -521,7 +521,8 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
     """Return the plans with better `loss_chunk_size` and `kv_block`, which are chosen for the first
     plan. A plan stays as it is if it does not fit with them. After `seconds` of `SearchEffort` no
-    more programs are tried. Gaps assume that the new sizes save as much for any schedule."""
+    more programs are tried. Each plan's `gap` assumes that the new sizes save as much for any
+    schedule."""
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)

@@ -259,7 +259,7 @@ def _widest(cell_prices: CellPrices) -> _Layer:
                 ),
                 others=float(cell),
                 forward=cell_prices.lanes.forward[spec].seconds(overlap=beside),
-                again=cell_prices.lanes.given[spec].seconds(overlap=beside),
+                again=cell_prices.lanes.given_attention[spec].seconds(overlap=beside),
                 backward=cell_prices.lanes.backward[spec].seconds(overlap=beside),
             )
         )

@@ -36,7 +36,7 @@ class Sharing:
     stages: int = 1  # of a pipeline, which also share the modules outside the layers
 
     def own(self, layers: int, outer: int) -> int:
-        """Return one device's share of elements or bytes that lie in the layers and outside."""
+        """Return one device's share of sizes in the layers and outside, in elements or bytes."""
         return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
@@ -91,7 +91,7 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
 
 
 def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Return `states` without a reference. `group_layers` are the layer ranges of the schedule's
+    """Return the `states` of the trained model alone. `group_layers` are the layer ranges of the
     groups. Whole weights on the host, and their gradients, pass through the program's buffers."""
     away = question.weights is Tier.HOST
     if away and not question.layout.cuts_weights():
@@ -251,7 +251,6 @@ def staged_elements(trainable: int) -> int:
 
 
 def sectors(size: int) -> int:
-    """Return the size rounded up to whole sectors."""
     return -(-size // SECTOR) * SECTOR
 
 

@@ -1,4 +1,4 @@
-"""Simulate a program's instructions on a machine whose lanes work in parallel.
+"""Simulate a program's instructions on a machine whose lanes (queues) work in parallel.
 
     issue       F(0,0) F(1,0) F(0,1) F(1,1) B(1,1) ...
     compute     F(0,0)  F(1,0)  F(0,1)  F(1,1)  B(1,1) ...
@@ -12,13 +12,11 @@ buffer takes over are unused. The engine waits for the same (farspan.program.dep
 compares them): here ends are stored by place instead of by instruction, since a search asks for the
 times of programs of 400,000 instructions. A cell that streams its prefix from the host (FPDT 4.2)
 keeps the links busy while it computes: it begins with the first block and cannot end before the
-last has arrived. Blocks pass through two slots, so a block is fetched while the one before is in
-use, and not earlier.
+last has arrived. Blocks pass through two slots, so each is fetched while the one before is in use.
 
 The process that issues instructions is a lane, too. It runs ahead of the device, up to `AHEAD`
 cells: nothing begins before the process issues it, and no cell ends before its last kernel is
-issued. So a cell is late where issuing it takes longer than computing it; elsewhere issuing is
-hidden.
+issued. So a cell is late if issuing it takes longer than computing it.
 
 With `overlap=False` there is one lane, as for copies on the computing stream, and as on a CPU,
 which issues with the cores that compute.

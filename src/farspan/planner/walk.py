@@ -95,7 +95,7 @@ class Walk:
         accumulates: bool = False,
     ) -> None:
         """Prepare the simulation. `gradient_bytes` is the size of an element of `.grad`, by default
-        of the model. With `accumulates`, gradients of earlier batches exist from the beginning."""
+        that of a weight. With `accumulates`, gradients of earlier batches exist from the start."""
         model, schedule = program.model, program.schedule
         self.program, self.profile = program, profile
         self.windows = [layer.window for layer in model.layers]

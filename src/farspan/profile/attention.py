@@ -63,12 +63,12 @@ def attention_bytes(
     batch, width = run
     memory = Memory()
 
-    def given(count: int, dim: int, *, heads_first: bool = True) -> MetaTensor:
-        return memory.given((batch, count, tokens, dim), width, heads_first=heads_first)
+    def tensor(count: int, dim: int, *, heads_first: bool = True) -> MetaTensor:
+        return memory.uncounted((batch, count, tokens, dim), width, heads_first=heads_first)
 
-    q = given(heads.query_heads, heads.head_dim, heads_first=heads_first)
-    k, v = (given(heads.kv_heads, dim) for dim in (heads.head_dim, heads.value_dim))
-    sinks = memory.given((heads.query_heads,), width) if heads.sinks else None
+    q = tensor(heads.query_heads, heads.head_dim, heads_first=heads_first)
+    k, v = (tensor(heads.kv_heads, dim) for dim in (heads.head_dim, heads.value_dim))
+    sinks = memory.uncounted((heads.query_heads,), width) if heads.sinks else None
     far = call.far if chooses else None
     if far is not None:
         memory.pass_by(fullest_choice_bytes(far))
@@ -79,8 +79,8 @@ def attention_bytes(
             memory.pass_by(lesson_bytes(far))
     del found
     forward, memory.peak = memory.peak, 0
-    out, dout = (given(heads.query_heads, heads.value_dim, heads_first=False) for _ in range(2))
-    lse = memory.given((batch, heads.query_heads, tokens), wide(width))
+    out, dout = (tensor(heads.query_heads, heads.value_dim, heads_first=False) for _ in range(2))
+    lse = memory.uncounted((batch, heads.query_heads, tokens), wide(width))
     dq, dk, dv, dsinks = _attend_backward(call, dout, q, k, v, (out, lse), sinks)
     # Gradients from queries of later chunks are added before autograd gets the sums.
     dk, dv = [as_width(pointwise(own, own), width) for own in (dk, dv)]
@@ -286,7 +286,7 @@ def _stored(like: MetaTensor, visit: tuple[Block, ...]) -> MetaTensor:
     """Return the keys or values of several blocks as the arena stores them: tokens before heads."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
-    return like.memory.given((batch, heads, tokens, width), like.width, heads_first=False)
+    return like.memory.uncounted((batch, heads, tokens, width), like.width, heads_first=False)
 
 
 def _queries(x: MetaTensor, block: Block) -> MetaTensor:

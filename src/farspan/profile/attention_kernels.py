@@ -29,7 +29,7 @@ class Memory:
     def __init__(self) -> None:
         self.live = self.peak = 0
 
-    def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
+    def uncounted(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
         """Return a tensor whose bytes do not count here, such as a view of an arena."""
         return MetaTensor(Storage(self, 0), shape, width, heads_first)
 

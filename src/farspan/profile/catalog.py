@@ -58,8 +58,7 @@ def find_config(model: str) -> dict[str, Any]:
     """Return the config.json of a model by folder, preset, file or hub name.
 
     A hub name may have a revision: `Qwen/Qwen2.5-7B@main`. A folder of that name comes first, since
-    it is the user's own. Only the configuration is ever read. Raises UnsupportedError if there is
-    none.
+    it is the user's own. Only the configuration is read. Raises UnsupportedError if there is none.
     """
     if not model:
         raise UnsupportedError(

@@ -1,5 +1,4 @@
-"""Peak bytes of page-sparse attention that copies chosen pages, of choosing pages and of measuring
-visible mass. Without torch.
+"""Peak bytes of page-sparse attention: of choosing pages, attending to them, measuring their mass.
 
 The chosen pages are gathered once in blocks (slabs, `program.far_sizes`). Rows (a row is one page
 of queries of one key-value head) are attended in parts: each row's pages are copied next to each
@@ -53,7 +52,7 @@ class FarRow:
         return self.group * self.query_page
 
     def bytes(self, *, masked: bool, backward: bool) -> int:
-        """Peak bytes of the page while it attends, or while its result is added to others."""
+        """Peak bytes of one page of queries, while it attends or its result is added to others."""
         if backward:
             return max(self._backward(masked), self._joined_backward(masked))
         return max(self._forward(masked), self._joined(masked))
@@ -75,7 +74,7 @@ class FarRow:
         return computed
 
     def _joined(self, masked: bool) -> int:
-        """Peak bytes of adding the page's output to those attended before it in the forward."""
+        """Peak bytes of adding the output to that of keys attended before, in the forward."""
         narrow = self.width < self.wide and not self.plain
         part = self.value_dim * self.width + self.wide
         whole = (self.value_dim + 1) * self.wide
@@ -83,7 +82,7 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """Peak bytes of adding the page's dK, dV to sums of those before it in the backward."""
+        """Peak bytes of adding dK, dV to the sums of queries attended before, in the backward."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:
@@ -125,8 +124,7 @@ def far_bytes(
     in_slots: bool = False,
 ) -> int:
     """Return the peak bytes of attention to chosen pages in one chunk's forward or backward, on a
-    CPU. Left out are the tensors to which results are added, and gathered pages if they lie
-    `in_slots`.
+    CPU. Tensors to which results are added do not count, nor gathered pages in the program's slots.
 
     Reached if all gathered pages differ and fill the most space. In addition, aten's flash
     attention takes up to 0.3 MB a thread.

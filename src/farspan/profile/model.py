@@ -85,8 +85,8 @@ def form(
     """Return the name of a way to run a cell.
 
     It may build a graph, keep the graph after its chunk, begin sums of weight gradients in its
-    backward (`fresh`), skip a product whose output nothing reads (`unread`), and run token-wise
-    modules on tiles.
+    backward (`fresh`), skip a product that nothing reads (`unread`), and run token-wise modules on
+    tiles.
     """
     if not graph:
         return "plain tiled" if tiled else "plain"
@@ -114,7 +114,7 @@ class OuterProfile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelProfile:
-    """Memory profile of a model in one variant. Each exists only once, so equal means identical."""
+    """Memory profile of a model in one variant. Each is one object, compared by identity."""
 
     spec: ModelSpec
     kinds: tuple[KindProfile, ...]
@@ -181,12 +181,12 @@ class ProfiledCells:
     sparse: Sparse | None = None
     in_slots: bool = False  # gather chosen pages to slots of the program
     tile: int = 0  # tokens of a tile
-    found: dict[CellKind, CellBytes] = field(default_factory=dict)
+    known: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
-        if kind not in self.found:
-            self.found[kind] = self._bytes(kind)
-        return self.found[kind]
+        if kind not in self.known:
+            self.known[kind] = self._bytes(kind)
+        return self.known[kind]
 
     def _bytes(self, kind: CellKind) -> CellBytes:
         layer = self.profile.kind_of.index(kind.block)
