@@ -72,8 +72,7 @@ class ScheduleGrid:
     @cached_property
     def lanes(self) -> tuple[Array, Array]:
         """Seconds that a step without its update keeps 5 queues busy, [splits, 5, save counts], and
-        those of copying x, attention and activations if on the host, [splits, 2, 3, save
-        counts]."""
+        those to copy x, attention, activations if on the host, [splits, 2 ways, 3, save counts]."""
         return _lane_seconds(self)
 
     @cached_property
@@ -209,8 +208,8 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
     """Seconds per step that one layer keeps 5 queues busy, [5, save counts], and bytes of its O,
-    LSE and activations fetched and evicted, [2, 3, save counts]. Equal layers of equal roles share
-    them."""
+    LSE and activations fetched and evicted, [2, 3, save counts]; equal layers of equal role share
+    both."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, is_cut=grid.is_cut), grid.cell_prices.known
     if (part, found) not in known:
@@ -489,8 +488,8 @@ def _open_attention(grid: ScheduleGrid) -> Array:
 
 
 def differing(grid: ScheduleGrid) -> NDArray[np.bool_]:
-    """Return which schedules of a grid are unlike all earlier ones, as a mask. Two are alike if
-    only the tier of a tensor differs that neither saves; pipeline stages always save x."""
+    """Return a mask of a grid's schedules that leaves out those equal to an earlier one. Two are
+    equal if they differ only in the tier of a tensor that is not saved; stages always save x."""
     saves, several = grid.saves, grid.splits.counts > 1
     has_x = several | (grid.last_graphs > 0) | grid.splits.kind.is_stage
     has_attention = (saves.attention > 0) | grid.schedule.attention_open

@@ -147,9 +147,9 @@ def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
-    """Return the schedule with sizes in tokens of one device, as if the device had all heads. Some
-    heads at every key take as many bytes as all heads at some keys, so Ulysses divides `kv_block`
-    here; shards and rings divide their own keys into blocks of that size."""
+    """Return the schedule with its sizes in tokens of one device that is assumed to have all heads.
+    Some heads of all keys take as many bytes as all heads of some keys, so Ulysses, which shares
+    heads, divides `kv_block`; shards and rings divide their own keys into blocks of that size."""
     among_heads = layout.ulysses * layout.tensor
     chunk, sparse = -(-schedule.chunk // layout.sequence()), schedule.sparse
     return replace(
@@ -410,7 +410,7 @@ def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
 
 
 def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the peak bytes of one kind of rank on device and on host, each by cause."""
+    """Return the peak bytes of one kind of rank on device and host, by cause such as "cells"."""
     program, part = walked.program, part_of(question, walked.kind)
     held = states(part, own_ranges(program))
     own = own_schedule(program.schedule, question.layout)
@@ -511,7 +511,7 @@ def _limited(
 
 def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
     """Return the bytes of each kind of buffer on a tier at the moment when the tier is fullest.
-    Staging slots, and bytes lost between buffers, are causes of their own."""
+    Staging slots, and bytes lost between buffers, are parts of their own."""
     live: dict[str, int] = {}
     total = most = 0
     fullest: dict[str, int] = {}

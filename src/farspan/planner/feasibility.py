@@ -64,8 +64,8 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 def space_grids(
     question: Question, space: Space
 ) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
-    """Yield the grids that bound all schedules of the space: for each chunk size and set of
-    switches those of every kind of rank, with the schedule and its splits into groups."""
+    """Yield the grids that bound the space: for each chunk size and set of switches, those of every
+    kind of rank, a schedule, and its splits into groups."""
     splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
     saves: dict[int, SaveCounts] = {}
@@ -184,7 +184,7 @@ def states_do_not_fit(question: Question) -> bool:
 
 def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
     """Return the `count` schedules of the space with the most free memory by their bounds. Of
-    schedules that differ only in what they save and on which tier, only the roomiest counts."""
+    schedules that differ only in what they save and on which tier, the roomiest is returned."""
     found = []
     for grids, schedule, sizes in space_grids(question, space):
         bytes_, _ = taken(grids)

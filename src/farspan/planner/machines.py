@@ -510,7 +510,7 @@ def _presets() -> dict[str, MachineFile]:
 
 
 def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
-    """Return a preset; fields that it leaves out come from the preset that it is `like`."""
+    """Return a preset; fields that it leaves out come from the preset named in `like`."""
     base = _raw_presets()[values["like"]] if "like" in values else {}
     sources = {**base.get("sources", {}), **values["sources"]}
     found = {**base, **values, "name": name, "sources": sources}
@@ -519,7 +519,7 @@ def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
 
 
 def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
-    """Return the machine with its kernels' rates: deterministic attention is slower."""
+    """Return the machine with the slower rates of deterministic attention, if it is asked for."""
     if not deterministic or machine.on_cpu:
         return machine
     rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}

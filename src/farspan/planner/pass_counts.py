@@ -296,7 +296,7 @@ class GroupSplits:
 
     @cached_property
     def inner(self) -> Array:
-        """0 for a group's first layer, whose input is saved anyway, else 1, [splits, layers]."""
+        """Mask [splits, layers]: 0 for a group's first layer, whose input is saved anyway."""
         inner = np.ones((len(self.sizes), len(self.question.model.layers)))
         for k, firsts in enumerate(self.firsts):
             inner[k, firsts] = 0.0

@@ -68,8 +68,8 @@ def best_plan(
     """Return the fastest plan that fits, with the other plans as its alternatives.
 
     A plan slower by at most a fraction `search.TOLERANCE` is preferred if it takes less main
-    memory, or as much and less of the device. What `question.open` leaves open is chosen for the
-    fastest training steps, updates included: the question of the returned plan says how.
+    memory, or as much and less of the device. If `question.open` lets the planner place states and
+    weights, they are placed for the fastest training steps, updates included (`Plan.question`).
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space of
     schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave the
@@ -309,7 +309,7 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """Plan with a strategy's longest context, up to the plan's, in `most` seconds per step."""
+    """Plan at a strategy's longest context, up to that of `plan`, in `most` seconds per step."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
@@ -458,7 +458,7 @@ def _searched(
 
 
 def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
-    """Search the whole space, starting with the fastest of `fitting`; return the best plans."""
+    """Search the whole space, starting with the fastest of the plans that fit; return the best."""
     others = tuple(fitting)
     known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known, tolerance, NEAR)

@@ -111,7 +111,7 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """Seconds of choosing pages: a score per query, head and compared key; half for ranking."""
+        """Seconds of choosing pages: a score per query, head and compared key; half if ranking."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
@@ -450,8 +450,8 @@ class Prices:
         return elements * width * away / (fsdp_ranks(self.question) * self.question.layout.tensor)
 
     def reduce(self, group: int) -> float:
-        """Return the seconds of the reduce-scatter of a group's weight gradients when the group
-        closes. Every pipeline stage has a shard of the modules outside the layers."""
+        """Return the seconds of the reduce-scatter of a group's weight gradients after its
+        backward. Every pipeline stage has a shard of the modules outside the layers."""
         first = self.program.own_groups()[0]
         return self._reduce(self.program.groups[group], is_first=group == first)
 

@@ -118,7 +118,7 @@ def _on_host(question: Question) -> Changes:
 
 
 def _on_disk(question: Question) -> Changes:
-    """Yield AdamW's states on a drive, for one device that would keep them in main memory."""
+    """Yield moves of AdamW's states to a drive, for one device that has them in main memory."""
     exact = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
     exact = exact and not (question.open.drive or question.open.apart)
     if not exact or question.layout.devices() > 1 or question.machine.unified:
@@ -179,7 +179,7 @@ def _adapters(question: Question) -> Changes:
 
 
 def _quantized(question: Question) -> Changes:
-    """Yield quantized frozen weights; only models with adapters have any."""
+    """Yield the change to quantized frozen weights, which only models with adapters have."""
     profiles, rank = question.profiles, question.adapter_rank()
     if profiles is None or not rank or question.nf4 or question.dtype == "float64":
         return
@@ -242,7 +242,8 @@ def _sharing(question: Question, most: int) -> Changes:
 
 
 def _cards(question: Question) -> Changes:
-    """Yield machines with more GPU memory, the smallest first, in steps of at least 10%."""
+    """Yield machines with more GPU memory, smallest first, each at least 10% above the one
+    before."""
     here = question.machine
     usual = find_machine(here.name) if here.name in names() else None
     if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):

@@ -1,4 +1,4 @@
-"""Questions for the planner, and its answers.
+"""Questions (requests to the planner) and the plans that answer them.
 
 The margin is memory that a plan leaves free for allocations outside any program: on a device
 fragments of the allocator, libraries' workspaces that grow with a call, and messages between
@@ -97,7 +97,7 @@ class Question:
 
     def variant(self, rank: int | None) -> Variant:
         """Return the model's profile variant on this machine, with adapters of this rank. A GPU in
-        16 or 32 bits runs farspan's own kernels unless the question or its layout excludes it."""
+        16 or 32 bits runs farspan's own kernels unless the question or its layout excludes them."""
         whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
         adds = whole and self.kernels.accumulate

@@ -183,8 +183,8 @@ class Frontier:
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
     def step(self, cells: "TransientCache") -> Schedule | None:
-        """Remove the fastest schedule and return it. Return None instead if the transient bytes of
-        its kind were counted only now, since another may then be first."""
+        """Remove the fastest schedule and return it. Return None if bytes that its cells allocate
+        briefly were counted only now, since another schedule may then be the fastest that fits."""
         choices = self.choices
         assert choices is not None
         kind = int(choices.kind[0])
@@ -206,8 +206,8 @@ class Frontier:
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def transients(self, kind: int, cells: "TransientCache") -> Array:
-        """Return the bytes that the cells of one kind of choice allocate briefly, beyond those that
-        `within` counts, [kinds of rank, 1]."""
+        """Return the bytes that the cells of schedules of one kind allocate briefly, beyond the
+        bytes that `within` counts, [kinds of rank, 1]."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:
@@ -269,7 +269,7 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, by kind of choice (one split, chunks saved alike)."""
+    """Bytes that cells allocate briefly, by kind of schedule (one split, chunks saved alike)."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
@@ -285,7 +285,7 @@ class TransientCache:
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(grid)))
 
     def beyond(self, grid: ScheduleGrid, split: int, alike: int) -> float:
-        """Fewest bytes by which one kind of choice's cells exceed their bound of memory."""
+        """Fewest bytes by which the cells of one kind of schedule exceed their memory bound."""
         saves, s, sizes = grid.saves, grid.schedule, grid.splits.sizes[split]
         members = saves.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
@@ -521,8 +521,8 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
     """Return the plans with better `loss_chunk_size` and `kv_block`, which are chosen for the first
     plan. A plan stays as it is if it does not fit with them. After `seconds` of `SearchEffort` no
-    more programs are tried. Each plan's `gap` assumes that the new sizes save as much for any
-    schedule."""
+    more programs are tried. Each plan's `gap` assumes that the new sizes shorten any step as
+    much."""
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)

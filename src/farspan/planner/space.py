@@ -283,7 +283,7 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
 
 
 def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
-    """Return 1 if the device has room for two cells' rounding buffers, else 0."""
+    """Return 1 if the device has room for MEMO's two rounding buffers, a cell each, else 0."""
     question = cell_prices.question
     if question.machine.unified:
         return 1.0

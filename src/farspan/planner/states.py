@@ -127,7 +127,7 @@ def _packed(model: ModelSpec) -> int:
 
 
 def _states_on_host(question: Question) -> States:
-    """States if whole weights lie on the host. `.grad` is the sum over chunks if wide enough."""
+    """States of whole weights on the host, where `.grad` is the sum over chunks if wide enough."""
     model = question.model
     wide, final = model.accumulate_bytes(), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)

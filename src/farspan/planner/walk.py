@@ -139,7 +139,7 @@ class Walk:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
-        """Allocate the gradients of all weights, only once where `.grad` is itself the sum."""
+        """Allocate the gradients of all weights, without sums of them if `.grad` is the sum."""
         if not self.streams:
             outer = sum(self.outer_weights.values())
             self._take(self._final(sum(map(sum, self.weights)), outer))

@@ -114,7 +114,7 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 
 
 def kernel_of(attention: LayerSpec) -> Kernel:
-    """Return the size model of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
+    """Return the memory model of the kernel that `engine.kernels.select_kernel` takes on a CPU."""
     if attention.softcap is not None:
         return TiledSizes()
     if attention.head_dim == attention.value_dim:

@@ -311,7 +311,8 @@ Kernel = FlashSizes | PaddedSizes | TiledSizes
 
 
 def _stack(x: MetaTensor, kv_heads: int) -> MetaTensor:
-    """Reshape [B, H, S, D] to [B, Hk KV heads, H / Hk * S, D]; copies if tokens precede heads."""
+    """Stack the query heads that share a KV head, [B, H, S, D] to [B, Hk, H / Hk * S, D] (batch,
+    heads, queries, dims). Copies if tokens precede heads in memory."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
     if heads == kv_heads or tokens == 1 or (x.heads_first and x.whole):
