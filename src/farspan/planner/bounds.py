@@ -49,8 +49,8 @@ ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], d
 
 
 def spread(free: Array, counted: Array) -> Array:
-    """Sum values [..., 3, save counts] of x, attention and activations over the tensors that each
-    choice of tiers selects in `counted` [tiers, 3]: [..., save counts, tiers]."""
+    """Return, for each choice of tiers, the sum of values [..., 3, save counts] of x, attention and
+    activations that it selects in `counted` [tiers, 3]: [..., save counts, tiers]."""
     return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
 
 
@@ -208,8 +208,7 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
     """Seconds per step that one layer keeps 5 queues busy, [5, save counts], and bytes of its O,
-    LSE and activations fetched and evicted, [2, 3, save counts]; equal layers of equal role share
-    both."""
+    LSE and activations fetched and evicted, [2, 3, save counts]; from the cache if known."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, is_cut=grid.is_cut), grid.cell_prices.known
     if (part, found) not in known:

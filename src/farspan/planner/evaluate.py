@@ -139,8 +139,7 @@ def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule with only the longest pipeline stage, as one group; without a pipeline,
-    return it unchanged."""
+    """Return the schedule of the longest pipeline stage, one group; unchanged without pipeline."""
     if question.layout.pipeline == 1:
         return schedule
     return replace(schedule, groups=(most_layers(question),))
@@ -395,7 +394,6 @@ def composed_seconds(
 
 
 def _reference(question: Question, program: Program) -> Program:
-    """Build the program of the reference model's forward, which runs before the step."""
     arguments = question.model, question.run, program.schedule, program.share.rank
     return build_evaluation(*arguments)
 

@@ -64,8 +64,8 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 def space_grids(
     question: Question, space: Space
 ) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
-    """Yield the grids that bound the space: for each chunk size and set of switches, those of every
-    kind of rank, a schedule, and its splits into groups."""
+    """Yield, for each chunk size and set of switches of the space, the grids of bounds of all kinds
+    of rank, a schedule, and all its splits into groups."""
     splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
     saves: dict[int, SaveCounts] = {}
@@ -90,7 +90,6 @@ def space_grids(
 
 
 def _save_counts(space: Space, chunks: int) -> SaveCounts:
-    """Return every pair of the space's save fractions, as numbers of chunks."""
     attention = sorted({round(part * chunks) for part in space.attention})
     graphs = sorted({round(part * chunks) for part in space.activations})
     pairs = np.array([(a, b) for a in attention for b in graphs], dtype=np.int64)
@@ -276,8 +275,8 @@ def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
-    """Seconds of three steps with the plan's schedule: with a mean of token losses as the loss,
-    with the plan's loss but the reference run earlier, and with the reference run in the step."""
+    """Return the seconds of a step with the plan's schedule for three losses: a mean over tokens,
+    the plan's loss with stored values of the reference, and the plan's loss itself."""
     question = plan.question
     stored = replace(question.loss, reference=Reference.STORED)
     losses = Objective(), stored if question.loss.evaluates else question.loss, question.loss

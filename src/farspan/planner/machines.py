@@ -189,7 +189,6 @@ def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
 
 
 def _size(name: str) -> int:
-    """Return the GPU memory of a preset in GB, from its datasheet."""
     found = _MEMORY.search(_presets()[name].about.lower())
     return int(found[1]) if found else 0
 

@@ -138,8 +138,9 @@ _SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """Number of instructions of each type per chunk, in the cells of one role or in copies between
-    groups. Each array [8] has one number for each case of `SaveCounts.cases`."""
+    """Number of instructions of each type per chunk, for layers of one role (position in a group)
+    or for copies between groups. Each array [8] has one number for each case of
+    `SaveCounts.cases`."""
 
     counts: dict[Act, Counts]
 

@@ -71,11 +71,17 @@ def best_plan(
     memory, or as much and less of the device. If `question.open` lets the planner place states and
     weights, they are placed for the fastest training steps, updates included (`Plan.question`).
 
-    `strategies` are the names to choose from, None for all; `grouped` stands for the whole space of
-    schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave the
-    question's margin is returned only if no plan leaves it. If nothing fits, the plan that misses
-    by the least is returned, with the tier that is too small and changes that would help. For
-    `question.sparse` see `best_sparse`. Raises UnsupportedError.
+    Args:
+        question: What to plan; with `question.sparse` see `best_sparse`.
+        strategies: Names to choose from, None for all; `grouped` is the whole space of schedules.
+        seconds: `search.SearchEffort` of searching that space, in seconds.
+
+    Returns:
+        The plan, which leaves the question's margin if any plan can. If nothing fits, the plan that
+        misses by the least, with the tier that is too small and changes that would help.
+
+    Raises:
+        UnsupportedError: The layout, a strategy or the length cannot be planned.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:
@@ -116,8 +122,9 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
-    """Return the question in every placement that it leaves open, in groups; placements that move
-    the fewest bytes come first. A later group is tried only if no plan of an earlier group fits."""
+    """Return the question in every placement of states and weights that it leaves open, in sets;
+    those that move the fewest bytes come first. A later set is tried only if no plan of an earlier
+    set fits."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory

@@ -276,7 +276,7 @@ class TransientCache:
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, grid: ScheduleGrid) -> Array:
-        """Bytes by which modules outside the layers exceed the bound, [splits, save counts]."""
+        """Bytes by which modules outside the layers exceed each bound, [splits, save counts]."""
         chunk = grid.schedule.chunk
         if chunk not in self._outside:
             given = grid.schedule

@@ -175,11 +175,11 @@ class Walk:
         return Peak(self.peak, gradients, sums)
 
     def _final(self, layers: int, outer: int = 0) -> int:
-        """Return the bytes of `.grad` for `layers` elements in layers, `outer` elements outside."""
+        """Return the bytes of `.grad` for `layers` elements in the layers and `outer` outside."""
         return 0 if self.leaves else self.sharing.own(self.final * layers, self.final * outer)
 
     def _settle(self, layers: int, outer: int = 0) -> None:
-        """Replace fp32 sums of `layers` elements in layers and `outer` outside by `.grad`."""
+        """Replace fp32 sums of gradients by `.grad`: `layers` elements, `outer` outside them."""
         size, final = self.wide * (layers + outer), self._final(layers, outer)
         if self.leaves:
             self._rise(self.sharing.own(self.wide * layers, self.wide * outer))
@@ -385,7 +385,6 @@ def _sums_apart(question: Question) -> bool:
 
 
 def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Return the number of queries and of keys in one attention call on this device."""
     layout = question.layout
     # Heads shared among ranks count as this rank's tokens; shards see the queries of all.
     own = -(-question.run.tokens // layout.sequence())

@@ -126,8 +126,8 @@ def far_bytes(
     """Return the peak bytes of attention to chosen pages in one chunk's forward or backward, on a
     CPU. Tensors to which results are added do not count, nor gathered pages in the program's slots.
 
-    Reached if all gathered pages differ and fill the most space. In addition, aten's flash
-    attention takes up to 0.3 MB a thread.
+    Reached if all gathered pages differ and as many as possible are gathered. In addition, aten's
+    flash attention takes up to 0.3 MB a thread.
     """
     if not far.chosen or not far.candidates:
         return 0
