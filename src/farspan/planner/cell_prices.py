@@ -60,8 +60,8 @@ class LaneSeconds:
     )  # sums over spans, lane by lane
 
     def total(self, counts: Array, choices: SaveCounts) -> Array:
-        """Return the seconds that each queue is busy, [5, save counts], if the cells of a span of
-        chunks run `counts` [save counts, spans] times."""
+        """Return the seconds that each queue is busy, [5, save counts], if each span of chunks runs
+        its cells as often as `counts` [save counts, spans] says."""
         if choices not in self.known:
             lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
             self.known[choices] = [choices.over(lane) for lane in lanes]

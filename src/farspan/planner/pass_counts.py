@@ -67,8 +67,8 @@ class SaveCounts:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """First chunk of each span, [spans]. A span is a range of chunks that save the same tensors
-        in whichever choice of `SaveCounts`; the last chunk is always a span by itself."""
+        """First chunk of each span, [spans]. A span is a range of chunks that all save the same
+        tensors, under each choice of save counts; the last chunk is always a span by itself."""
         borders = self.chunks - np.concatenate([self.attention, self.graphs, [self.chunks, 1]])
         return np.unique(borders[borders < self.chunks])
 

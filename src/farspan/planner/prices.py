@@ -111,7 +111,7 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """Seconds of choosing pages: a score per query, head and compared key; half if ranking."""
+        """Seconds of choosing pages: a score per query, head and key; ranking keys count half."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None

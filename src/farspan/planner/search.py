@@ -206,8 +206,8 @@ class Frontier:
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def transients(self, kind: int, cells: "TransientCache") -> Array:
-        """Return the bytes that the cells of schedules of one kind allocate briefly, beyond the
-        bytes that `within` counts, [kinds of rank, 1]."""
+        """Return the bytes that cells allocate briefly in one kind of schedules (equal split,
+        chunks saved alike), beyond those that `within` counts, [kinds of rank, 1]."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:
