@@ -100,7 +100,7 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
         assert bound <= line.total * (1 + CLOSE)
     else:
         assert abs(bound - line.total) <= CLOSE * line.total
-    states = grid.splits.held[0].on_host
+    states = grid.splits.split_states[0].on_host
     assert found.host[0, 0, tiers] - states <= program.arena_bytes[Tier.HOST]
     arena = found.device[0, 0, tiers] - fixed(grid)[0, 0, 0]
     assert arena <= program.arena_bytes[Tier.DEVICE]
@@ -130,7 +130,7 @@ def test_bounds_hold_of_steps_that_are_cut(step: Step, overlap: bool, loss: Obje
     bound = seconds(grid)[0, 0, tiers]
     assert bound <= total * (1 + CLOSE)
     assert overlap or bound == pytest.approx(total, rel=CLOSE)
-    states = grid.splits.held[0].on_host
+    states = grid.splits.split_states[0].on_host
     assert found.host[0, 0, tiers] - states <= program.arena_bytes[Tier.HOST]
     arena = found.device[0, 0, tiers] - fixed(grid)[0, 0, 0]
     assert arena <= program.arena_bytes[Tier.DEVICE]

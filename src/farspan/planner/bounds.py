@@ -1,13 +1,13 @@
 """Lower bounds of time and memory for many schedules at once: the search prunes with them.
 
 A `ScheduleGrid` fixes the chunk size and the switches of K schedules that split the layers into
-groups differently. Every bound is an array [K, F, T]: K splits, F choices of how many chunks save O
-and LSE and how many save activations (`SaveCounts`), and T = 8 choices of tiers for x, attention
-and activations (`TIERS`). Other axes: P groups of all K splits, one split after the other; L layers
-of the model; a trailing 1 broadcasts over F.
+groups differently. Every bound is an array [K splits, F save counts, T tiers]: F choices of how
+many chunks save O and LSE and how many save activations (`SaveCounts`), and T = 8 choices of tiers
+for x (hidden states between groups), attention and activations (`TIERS`). Other axes: P groups of
+all K splits, one split after the other; L layers of the model; a trailing 1 broadcasts over F.
 
-Time is the busiest lane's if lanes overlap, else the sum of all lanes: sums over cells, without a
-simulation. Memory is the maximum over a few phases of the program, without padding.
+Time is the busiest lane's (queue's) if lanes overlap, else the sum of all lanes: sums over cells,
+without a simulation. Memory is the maximum over a few phases of the program, without padding.
 """
 
 from dataclasses import dataclass
@@ -49,14 +49,15 @@ ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], d
 
 
 def spread(free: Array, counted: Array) -> Array:
-    """Sum over the tensors with open tiers that `counted` [T, 3] selects: [..., F, T] from bytes or
-    seconds per tensor, [..., 3, F]."""
+    """Return, for each choice of tiers, the sum of values [..., 3, save counts] of x, attention and
+    activations that it selects in `counted` [tiers, 3]: [..., save counts, tiers]."""
     return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduleGrid:
-    """Schedules of one kind of rank by splits, save counts and three tiers, [K, F, T]."""
+    """Schedules of one kind of rank that differ in how the layers are split into groups, in what is
+    saved, and in the tiers of x, attention and activations."""
 
     cell_prices: CellPrices
     schedule: Schedule  # in tokens of the sequence; the open choices are not read
@@ -65,18 +66,18 @@ class ScheduleGrid:
 
     @cached_property
     def last_graphs(self) -> NDArray[np.int64]:
-        """Number of chunks whose activations the rank's last group saves, [K, F]."""
+        """Number of chunks whose activations the rank's last group saves, [splits, save counts]."""
         return np.where(self.splits.alone, 0, self.saves.graphs)
 
     @cached_property
     def lanes(self) -> tuple[Array, Array]:
-        """Seconds per lane without the update, [K, 5, F], and the copy seconds of tensors on the
-        host, [K, 2, 3, F]: fetch and evict; x, attention and activations."""
+        """Seconds that a step without its update keeps 5 queues busy, [splits, 5, save counts], and
+        those to copy x, attention, activations if on the host, [splits, 2 ways, 3, save counts]."""
         return _lane_seconds(self)
 
     @cached_property
     def streams(self) -> bool:
-        """Return whether whole groups of weights are copied from main memory in each pass."""
+        """Return whether each pass copies whole groups of weights from main memory."""
         return streams(self.schedule, self.cell_prices.question.layout)
 
     @property
@@ -92,7 +93,7 @@ class ScheduleGrid:
 
     @cached_property
     def gathers(self) -> Array:
-        """Seconds of FSDP's collectives per step, a reference model's included, [K, 1]."""
+        """Seconds per step of FSDP's collectives, including a reference model's, [splits, 1]."""
         found, prices = self.splits.gathers(self.cell_prices.prices), self.cell_prices.prices
         if self.evaluates and not self.streams:
             found = found + prices.gathered_once([self.splits.kind.layers])
@@ -104,16 +105,16 @@ class ScheduleGrid:
 
     @cached_property
     def cell_inputs(self) -> Array:
-        """Bytes per saved cell of the layer's input, [K, L]; 0 if saved between groups."""
+        """Bytes of a layer's input in a saved cell, [splits, layers]; 0 if saved elsewhere."""
         saves = np.array(
             [spec.saves_input for spec in self.cell_prices.model.layers], dtype=np.float64
         )
         row = self.cell_prices.x_row() * self.cell_prices.sizes[0]
         return np.asarray(saves * self.splits.inner * row)
 
-    def covered(self, spec: LayerSpec, role: Role) -> Array:
-        """Bytes of one saved cell, [F]. O and LSE count unless the buffer of attention outputs
-        holds them for every saved chunk."""
+    def saved_cell_bytes(self, spec: LayerSpec, role: Role) -> Array:
+        """Return the bytes of one saved cell, [save counts]. O and LSE count unless the buffer of
+        attention outputs holds them for every saved chunk."""
         outside = (self.saves.attention >= self.saves.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -147,7 +148,7 @@ def rank_grids(question: Question, schedule: Schedule) -> RankGrids:
 
 
 def tiers_of(schedule: Schedule) -> int:
-    """Return the index of a schedule's tiers in `TIERS`."""
+    """Index in `TIERS` of a schedule's tiers for x, attention and activations."""
     return TIERS.index((schedule.boundary_inputs, schedule.attention, schedule.activations))
 
 
@@ -157,8 +158,8 @@ LINK = 2  # fetch, evict
 
 
 def seconds(grid: ScheduleGrid, *, in_line: bool = False, update: bool = True) -> Array:
-    """Return the seconds of a step, [K, F, T], whether or not it fits in memory. `in_line` assumes
-    that nothing overlaps; `update=False` leaves the update out."""
+    """Lower bound of a step's seconds, [splits, save counts, tiers], whether or not it fits in
+    memory. `in_line` assumes that nothing overlaps; `update=False` leaves the update out."""
     cell_prices, question = grid.cell_prices, grid.cell_prices.question
     work, copies = grid.lanes
     working = work[:, COMPUTE] + work[:, COLLECTIVE]
@@ -207,20 +208,20 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
-    """Return one layer's seconds per lane, [5, F], and the bytes of its O, LSE and activations that
-    are fetched and evicted, [2, 3, F]. Equal layers with equal roles share one result."""
+    """Seconds per step that one layer keeps 5 queues busy, [5, save counts], and bytes of its O,
+    LSE and activations fetched and evicted, [2, 3, save counts]; from the cache if known."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, grid.cut), grid.cell_prices.known
     if (part, found) not in known:
         choices = grid.saves.without_graphs if alone else grid.saves
-        layer = _LayerCounts(grid, role, grid.cell_prices.held[spec], found, choices)
+        layer = _LayerCounts(grid, role, grid.cell_prices.local_layers[spec], found, choices)
         known[part, found] = layer.work_and_moved()
     return known[part, found]
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerCounts:
-    """Work and traffic per step of one layer with a given role in its group."""
+    """Work and traffic per step of one layer, given its position in its group (`Role`)."""
 
     grid: ScheduleGrid
     role: Role
@@ -243,12 +244,12 @@ class _LayerCounts:
         return work, moved
 
     def _cells(self) -> Array:
-        """Seconds per step that the layer's cells, and copies within the device, take on each lane
-        (compute, fetch, evict, collective, host), [5, F] for F choices of what to save."""
+        """Seconds per step that the layer's cells, and copies within the device, keep each queue
+        (compute, fetch, evict, collective, host) busy, [5, save counts]."""
         cell_prices, spec, choices = self.grid.cell_prices, self.spec, self.choices
         lanes, compute = cell_prices.lanes, self.acts.of(COMPUTES, choices)
         work = lanes.forward[spec].total(compute, choices)
-        work += lanes.given[spec].total(self.acts.of(IS_GIVEN, choices), choices)
+        work += lanes.given_attention[spec].total(self.acts.of(IS_GIVEN, choices), choices)
         work += lanes.project[spec].total(self.acts.of(PROJECTS, choices), choices)
         work += lanes.backward[spec].total(np.ones_like(compute), choices)
         if self.grid.schedule.kv is Tier.DEVICE:
@@ -261,19 +262,19 @@ class _LayerCounts:
         return work
 
     def _bytes(self, act: Act, kind: Kind) -> Array:
-        """Return the bytes per step that one instruction type moves of one kind of tensor, [F]."""
+        """Bytes per step of one type of instruction and one kind of tensor, [save counts]."""
         cell_prices, choices = self.grid.cell_prices, self.choices
         if kind is Kind.ACTIVATIONS:
             cells = cell_prices.cells(choices.graphs)
-            return cells * self.grid.covered(self.spec, self.role)
+            return cells * self.grid.saved_cell_bytes(self.spec, self.role)
         by_key = RESIDENCY[kind].rows is CutInto.KEYS
         rows = choices.over(cell_prices.keys if by_key else cell_prices.sizes)
         return np.asarray(self.acts.of(act, choices) @ rows * cell_prices.row(kind, self.spec))
 
 
 def _reference_seconds(grid: ScheduleGrid) -> Array:
-    """Return the seconds per lane of the reference model's forward, [5]. FSDP's gathers and copies
-    of x between groups are not counted; K, V lie on the schedule's `kv` tier."""
+    """Seconds that the reference model's forward keeps each of five queues busy, [5]. FSDP's
+    gathers and copies of x between groups do not count; K, V lie on the schedule's `kv` tier."""
     cell_prices, kind, prices = grid.cell_prices, grid.splits.kind, grid.cell_prices.prices
     lanes, on_host = cell_prices.lanes, grid.schedule.kv is Tier.HOST
     work = np.zeros(LANES)
@@ -292,8 +293,8 @@ def _reference_seconds(grid: ScheduleGrid) -> Array:
 
 
 def _reference_x(grid: ScheduleGrid) -> Array:
-    """Return the bytes of x copied between groups or pipeline stages in the reference model's
-    forward, [K, 2, 3]: fetch and evict; x, attention and activations."""
+    """Return the bytes of x that the reference model's forward copies between groups or pipeline
+    stages, [splits, 2, 3]: fetch and evict; x, attention and activations."""
     cell_prices, kind, counts = grid.cell_prices, grid.splits.kind, grid.splits.counts[:, 0]
     moved = np.zeros((len(counts), LINK, len(Tier) + 1))
     moved[:, :, 0] = (cell_prices.x_row() * cell_prices.tokens * (counts - 1))[:, None]
@@ -303,8 +304,8 @@ def _reference_x(grid: ScheduleGrid) -> Array:
 
 
 def _boundary_bytes(grid: ScheduleGrid) -> Array:
-    """Return the bytes copied of x and its gradient between groups, and of layer inputs that saved
-    cells include, [K, 2, 3, F]: fetch and evict; x, attention and activations."""
+    """Bytes per step copied of x and its gradient between groups, and of layer inputs in saved
+    cells, [splits, 2, 3, save counts]: fetch and evict; x, attention and activations."""
     cell_prices, groups, kind = grid.cell_prices, grid.splits.counts, grid.splits.kind
     if kind.is_stage:
         above = Boundary.LAST_STAGE if kind.is_last else Boundary.STAGE
@@ -325,7 +326,7 @@ def _boundary_bytes(grid: ScheduleGrid) -> Array:
 
 
 def _at_boundary(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
-    """Sum of `values` [chunks] over the boundary's instructions of one type, [K, F]."""
+    """Sum `values` [chunks] over one type of copies between groups, [splits, save counts]."""
     found = acts(boundary, grid.schedule, grid.cut)
 
     def total(choices: SaveCounts) -> Array:
@@ -337,7 +338,7 @@ def _at_boundary(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array
 
 
 def _outer_seconds(grid: ScheduleGrid) -> Array:
-    """Return the seconds of the embedding and the head on this rank, [K, F]."""
+    """Seconds of the embedding and the head on this rank, [splits, save counts]."""
     lanes, several, kind = grid.cell_prices.lanes, grid.splits.counts > 1, grid.splits.kind
     earlier, last = Boundary.EARLIER, Boundary.LAST
     if kind.is_stage:
@@ -356,14 +357,14 @@ ATTENTION = 1  # index of attention among the three tensors with open tiers
 
 @dataclass(slots=True)
 class Peaks:
-    """Bytes on each tier, [K, F, T]."""
+    """Peak bytes on each tier, [splits, save counts, tiers]."""
 
     device: Array
     host: Array
 
 
 def peaks(grid: ScheduleGrid) -> Peaks:
-    """Peak bytes per tier, [K, F, T], without what cells allocate beyond their graphs."""
+    """Peak bytes per tier, [splits, save counts, tiers]; of cells only their graphs count."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _arena_peaks(grid))
@@ -373,22 +374,22 @@ def peaks(grid: ScheduleGrid) -> Peaks:
 
 
 def least(grid: ScheduleGrid) -> Peaks:
-    """Return a lower bound of the bytes that holds for any tiers: device [K, F, 1], host [K, 1, 1].
-    Staging slots and tensors saved for the backward are left out."""
+    """Lower bound of the peak bytes for any tiers: device [splits, save counts, 1], host [splits,
+    1, 1]. Staging slots and tensors saved for the backward do not count."""
     phases = zip(_forward_kv(grid), _backward_kv(grid), strict=True)
     device, host = (_fullest_group(grid, np.maximum(*pair)) for pair in phases)
     return Peaks(device + fixed(grid), host + grid.splits.on_host)
 
 
 def _fullest_group(grid: ScheduleGrid, sizes: Array) -> Array:
-    """Return the maximum over the groups of each split, [K, ...], of bytes per group [P, ...]."""
+    """Reduce bytes per group, [groups, ...], to the maximum of each split, [splits, ...]."""
     # Six times as fast as `np.maximum.reduceat`.
     ends = pairwise([*grid.splits.groups.at, len(sizes)])
     return np.stack([sizes[slice(*pair)].max(axis=0) for pair in ends])
 
 
 def _arena_peaks(grid: ScheduleGrid) -> Array:
-    """Return the peak bytes of the device and host arenas, [2, K, F, T]."""
+    """Peak bytes of the device and host arenas, [2, splits, save counts, tiers]."""
     groups = grid.splits.groups
     once, splits = grid.cell_prices.once, grid.splits
     device = once(("on device", splits), lambda: spread(_saved(grid), ON_DEVICE))
@@ -413,7 +414,7 @@ def _arena_peaks(grid: ScheduleGrid) -> Array:
 
 
 def _forward_kv(grid: ScheduleGrid) -> tuple[Array, Array]:
-    """Bytes of K, V on device and on host while a group runs forward, [P, 1, 1] each."""
+    """Bytes of K, V on device and host while each group runs its forward, [groups, 1, 1] each."""
     own, _, waiting = _kv_bytes(grid)
     s = grid.schedule
     is_copied = s.kv_kept and s.kv is Tier.DEVICE and s.kv_home is Tier.HOST
@@ -423,14 +424,14 @@ def _forward_kv(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _backward_kv(grid: ScheduleGrid) -> tuple[Array, Array]:
-    """Bytes of K, V, dK, dV on device and on host while a group runs backward, [P, 1, 1] each."""
+    """Bytes of K, V, dK, dV on device and host while a group runs backward, [groups, 1, 1] each."""
     own, gradients, waiting = _kv_bytes(grid)
     device, host = _by_tier(grid, own + gradients, waiting)
     return device[..., None], host[..., None]
 
 
 def _kv_bytes(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
-    """Bytes of a group's K, V, of its dK, dV, and of the K, V of groups below, [P, 1] each."""
+    """Bytes of a group's K, V, of its dK, dV, and of K, V of the groups below, [groups, 1] each."""
     sums, groups = grid.cell_prices.sums, grid.splits.groups
     own = sums.kv[groups.stop] - sums.kv[groups.first]
     gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
@@ -438,8 +439,8 @@ def _kv_bytes(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
 
 
 def _by_tier(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Array]:
-    """Split K, V into device and host bytes. `size` [P, 1] belongs to the group that runs,
-    `waiting` to groups that wait for their backward."""
+    """Split bytes of K, V into those on the device and those on the host. `size` [groups, 1]
+    belongs to the group that runs, `waiting` [groups, 1] to groups that wait for their backward."""
     on_host = grid.schedule.kv is Tier.HOST
     if on_host or grid.schedule.kv_home is Tier.HOST:
         return size * (not on_host), waiting + size * on_host
@@ -447,7 +448,7 @@ def _by_tier(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Ar
 
 
 def _saved(grid: ScheduleGrid) -> Array:
-    """Bytes of x, attention and activations saved by a group and all groups below, [P, 3, F]."""
+    """Bytes of x, attention, activations saved up to each group, [groups, 3, save counts]."""
     cell_prices, saves, groups = grid.cell_prices, grid.saves, grid.splits.groups
     sums, layers, is_last = cell_prices.sums, len(cell_prices.model.layers), groups.is_last
     graphs = np.where(is_last, grid.last_graphs[groups.split], saves.graphs)
@@ -472,7 +473,7 @@ def _saved(grid: ScheduleGrid) -> Array:
 
 
 def _open_attention(grid: ScheduleGrid) -> Array:
-    """Bytes of O and LSE that the open group holds until its backward ends, [P, F]."""
+    """Bytes of O and LSE that each group holds until its backward ends, [groups, save counts]."""
     cell_prices, saves, groups = grid.cell_prices, grid.saves, grid.splits.groups
     kind = grid.splits.kind
     rebuilt = groups.is_last | (not grid.schedule.kv_kept) | kind.is_stage
@@ -487,8 +488,8 @@ def _open_attention(grid: ScheduleGrid) -> Array:
 
 
 def differing(grid: ScheduleGrid) -> NDArray[np.bool_]:
-    """Return which choices differ from all earlier ones, [K, F, T]. Two choices are equal if they
-    differ only in the tier of a tensor that neither saves. Pipeline stages pass on all tensors."""
+    """Return a mask of a grid's schedules that leaves out those equal to an earlier one. Two are
+    equal if they differ only in the tier of a tensor that is not saved; stages always save x."""
     saves, several = grid.saves, grid.splits.counts > 1
     has_x = several | (grid.last_graphs > 0) | grid.splits.kind.is_stage
     has_attention = (saves.attention > 0) | grid.schedule.attention_open
@@ -497,8 +498,8 @@ def differing(grid: ScheduleGrid) -> NDArray[np.bool_]:
 
 
 def fixed(grid: ScheduleGrid) -> Array:
-    """Return the device bytes outside the arenas, [K, F, 1]: states, the batch, graphs and
-    gradients at their peak, and the machine's reserve."""
+    """Return the device bytes outside the arenas, [splits, save counts, 1]: states, the batch,
+    graphs and gradients at their peak, and the machine's reserve."""
     cell_prices, splits = grid.cell_prices, grid.splits
     inputs = input_bytes(cell_prices.question, cell_prices.tokens)
     fixed = splits.fixed + inputs + cell_prices.question.machine.reserve
@@ -506,19 +507,19 @@ def fixed(grid: ScheduleGrid) -> Array:
 
 
 def momentary(grid: ScheduleGrid) -> Array:
-    """Return the cached result of `_graphs_and_gradients`, [K, F]."""
+    """Return the cached result of `_graphs_and_gradients`, [splits, save counts]."""
     key = "momentary", grid.splits, grid.schedule.layer_checkpoint
     return grid.cell_prices.once(key, lambda: _graphs_and_gradients(grid))
 
 
 def _graphs_and_gradients(grid: ScheduleGrid) -> Array:
-    """Return the peak bytes of graphs and gradients, which lie outside the arenas, [K, F]. The peak
-    is at one of two moments. While the first group to run backward runs its first chunk, only
-    earlier batches of the step have left gradients, and the graphs are those of the largest group.
-    While the last chunk of the first layers' group runs backward, all layers have gradients. With
-    one chunk the second moment is the end of the step."""
+    """Peak bytes of autograd graphs and gradients, which lie outside the arenas, [splits, save
+    counts]. The peak is at one of two moments. When the first group to run backward is at its first
+    chunk, the only gradients are those of the step's earlier batches, and graphs are those of the
+    largest group. When the group of the first layers is at its last chunk, all layers have
+    gradients; with one chunk this is the end of the step."""
     cell_prices = grid.cell_prices
-    gradients = np.array([[float(states.gradients)] for states in grid.splits.held])
+    gradients = np.array([[float(states.gradients)] for states in grid.splits.split_states])
     there = grid.splits.gradients
     saved = np.array([spec.activation_bytes for spec in cell_prices.model.layers], dtype=np.float64)
     saved *= cell_prices.run.batch * cell_prices.sizes[0]
@@ -532,7 +533,7 @@ def _graphs_and_gradients(grid: ScheduleGrid) -> Array:
 
 
 def device_slots(grid: ScheduleGrid) -> Array:
-    """Bytes of device slots that layers use in turn for tensors on the host, [K, F, T]."""
+    """Bytes of the device's staging slots for tensors on the host, [splits, save counts, tiers]."""
     cell_prices, chunk, kind = grid.cell_prices, grid.cell_prices.keys[0], grid.splits.kind
     layers, many = cell_prices.model.layers, grid.splits.counts > 1
     pair = min(2, len(cell_prices.chunks))
@@ -556,8 +557,8 @@ def device_slots(grid: ScheduleGrid) -> Array:
 
 
 def _cell_slots(grid: ScheduleGrid) -> Array:
-    """Return the bytes of the two staging slots of saved activations, [K, F]. Layers that keep
-    cells use them in turn; each slot is as large as the largest cell."""
+    """Return the bytes of the two staging slots for saved activations, [splits, save counts].
+    Layers use the slots in turn, so each is as large as the largest saved cell."""
     saves, sums, layers = grid.saves, grid.cell_prices.sums, len(grid.cell_prices.model.layers)
     narrow, wide = np.diff(sums.narrow), np.diff(sums.wide)
     if grid.splits.has_head:
@@ -569,8 +570,8 @@ def _cell_slots(grid: ScheduleGrid) -> Array:
 
 
 def _attention_slots(grid: ScheduleGrid) -> Array:
-    """Return the number of slots for O and LSE, [K, F]. It is one more than the layers of the
-    widest group, or the number of copies if that is less."""
+    """Return the number of staging slots for O and LSE, [splits, save counts]: one more than the
+    layers of the largest group, or the number of copies if that is less."""
     widest = np.maximum(grid.splits.last, grid.splits.widest_earlier)
     if grid.splits.kind.is_stage:
         widest = np.full_like(widest, grid.splits.kind.widest)
@@ -579,7 +580,7 @@ def _attention_slots(grid: ScheduleGrid) -> Array:
 
 
 def _copies(grid: ScheduleGrid, kind: Kind) -> Array:
-    """Copies between device and host per step of one kind of tensor, [K, F]."""
+    """Copies between device and host per step of one kind of tensor, [splits, save counts]."""
     parts, counts = grid.splits.parts
     each = np.ones(len(grid.cell_prices.chunks))
     found = []

@@ -48,7 +48,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LaneSeconds:
-    """Seconds on each lane of one cell, for every chunk: five arrays [chunks]."""
+    """Seconds that a cell keeps each of five queues busy, for every chunk: five arrays [chunks]."""
 
     compute: Array
     fetch: Array
@@ -60,15 +60,16 @@ class LaneSeconds:
     )  # sums over spans, lane by lane
 
     def total(self, counts: Array, choices: SaveCounts) -> Array:
-        """Seconds per lane, [5, F], if each chunk's cell runs `counts` times, [F, spans]."""
+        """Return the seconds that each queue is busy, [5, save counts], if each span of chunks runs
+        its cells as often as `counts` [save counts, spans] says."""
         if choices not in self.known:
             lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
             self.known[choices] = [choices.over(lane) for lane in lanes]
         return np.stack([counts @ lane for lane in self.known[choices]])
 
     def seconds(self, *, overlap: bool) -> float:
-        """Seconds to compute the cells of all chunks, without copies. With `overlap` the CPU
-        launches a cell while the one before is computed, so the longer time counts."""
+        """Seconds of computing the cells of all chunks, without copies. With `overlap` the CPU
+        launches each cell while the one before is computed, so the longer time counts."""
         busy = self.compute + self.collective
         both = np.maximum(busy, self.host) if overlap else busy + self.host
         return float(both.sum())
@@ -76,8 +77,8 @@ class LaneSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Cumulative bytes of all layers below each layer, [L + 1]: of all keys for `kv` and `dkv`, per
-    key for `attention`, per saved cell for `wide` and `narrow`."""
+    """Cumulative bytes [layers + 1]: entry i is the sum of the first i layers. `kv` and `dkv` count
+    all keys, `attention` one key, `wide` and `narrow` one saved cell."""
 
     kv: Array
     dkv: Array
@@ -87,7 +88,7 @@ class Sums:
 
 
 class CellSeconds:
-    """Seconds of every cell at one chunk size with K, V on the host, for all kinds of rank."""
+    """Seconds of every cell at one chunk size, for all kinds of rank; K, V lie on the host."""
 
     def __init__(
         self, question: Question, schedule: Schedule, model: ModelSpec, rank: Rank
@@ -113,7 +114,7 @@ class CellSeconds:
         return {spec: self._cell(spec, AttentionMode.COMPUTE) for spec in self.places}
 
     @cached_property
-    def given(self) -> dict[LayerSpec, LaneSeconds]:
+    def given_attention(self) -> dict[LayerSpec, LaneSeconds]:
         return {spec: self._cell(spec, AttentionMode.GIVEN) for spec in self.places}
 
     @cached_property
@@ -130,7 +131,7 @@ class CellSeconds:
 
     @cached_property
     def values(self) -> Array:
-        """Seconds of the head without its gradient, [chunks]."""
+        """Seconds of the head for each chunk if it computes no gradient, [chunks]."""
         return self._in_line(partial(Head, gradient=False))
 
     @cached_property
@@ -164,8 +165,8 @@ class CellSeconds:
 
 
 class CellPrices:
-    """Prices and bytes of cells for one kind of rank, one chunk size and one tier of K, V. Grids
-    with these in common share them. The default rank is of the last stage, with the head."""
+    """Seconds and bytes of the cells of one kind of rank, one chunk size and one tier of K, V;
+    grids share them. The default kind is the last pipeline stage, which has the head."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class CellPrices:
         kind: RankKind | None = None,
         like: "CellPrices | None" = None,
     ) -> None:
-        """Price the cells; `like`, the prices of another kind of rank, lends its seconds."""
+        """Price the cells, or take the seconds of `like`, another rank's prices, if given."""
         kind = kinds_of(question, schedule)[-1] if kind is None else kind
         layout = question.layout
         chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
@@ -184,7 +185,7 @@ class CellPrices:
         self.model: ModelSpec = stage_model(whole, kind.layers)
         self.question = part_of(question, kind)
         # The layers of this rank at this chunk size: its own heads, and the rows of a state.
-        self.held = dict(zip(self.question.model.layers, self.model.layers, strict=True))
+        self.local_layers = dict(zip(self.question.model.layers, self.model.layers, strict=True))
         self.run, self.schedule = question.run, schedule
         self.are_equal = are_equal(chunks)
         self.sizes = _sizes(self.share.tokens)
@@ -201,12 +202,12 @@ class CellPrices:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the whole sequence on this rank."""
+        """Number of tokens that this rank has of the whole sequence."""
         return self.share.tokens.total
 
     @cached_property
     def passing(self) -> int:
-        """Bytes of messages in flight and of kernels' workspaces."""
+        """Device bytes of messages in flight and of kernels' workspaces."""
         own = own_schedule(self.schedule, self.question.layout)
         return exchange_bytes(self.question, own.chunk) + workspace_bytes(self.question, own)
 
@@ -223,15 +224,15 @@ class CellPrices:
         return self._shared[key]
 
     def latest(self, chunks: NDArray[np.int64]) -> Array:
-        """Return the number of tokens in the last `chunks` chunks of the sequence, [F]."""
+        """Number of this rank's tokens in the last `chunks` chunks, an array of such counts."""
         return np.asarray(self._latest[chunks])
 
     def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
         return np.asarray(self._latest_keys[chunks])
 
     def cells(self, chunks: NDArray[np.int64]) -> Array:
-        """Return the size of the last `chunks` chunks' cells, in cells of the first chunk; any
-        shape. A cell's bytes grow with its chunk, so unequal chunks count by their tokens."""
+        """Size of the cells of the last `chunks` chunks, in units of the first chunk's cell. A
+        cell's bytes grow with its chunk, so unequal chunks count by their tokens."""
         if self.are_equal:
             return np.asarray(chunks, dtype=np.float64)
         return np.asarray(self._latest[chunks] / self.sizes[0])
@@ -272,7 +273,8 @@ class CellPrices:
 
     @cached_property
     def clear(self) -> float:
-        """Seconds of zeroing dK, dV of every layer, or the slot of zeros copied to the host."""
+        """Seconds of zeroing dK, dV of every layer. If they lie on the host, a device slot is
+        zeroed instead and copied there."""
         on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
         rows = keys.most if on_host else keys.total
         sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]

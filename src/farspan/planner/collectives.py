@@ -3,10 +3,10 @@
 The communication model. A device sends `peer` bytes a second to devices of its own node and
 `network` bytes a second to others; traffic inside and between nodes overlaps, so the slower of the
 two counts. Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline: neighbours in the
-first are neighbours in a node. Every collective costs `latency` on top, whatever P is. A device of
-an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
-inside a cell delay its attention, except for the ring's, which overlap with it, and for heads that
-are exchanged in pieces (program/work.py); FSDP's are issued one layer ahead.
+first are neighbours in a node. Every collective costs `latency` on top, however many devices take
+part. In an all-to-all or all-gather over P devices each keeps 1 / P of the bytes and moves the
+rest. Collectives inside a cell delay its attention, except for the ring's, which overlap with it,
+and for heads that are exchanged in pieces (program/work.py); FSDP's are issued one layer ahead.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
 everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
@@ -26,7 +26,7 @@ from farspan.spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Seconds that one device spends in collectives."""
+    """Seconds that one device of the layout spends in its collectives."""
 
     question: Question
 
@@ -47,15 +47,15 @@ class Collectives:
         return heads + self._shards_forward(spec, tokens) + tensor
 
     def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
-        """Return the seconds of collectives in a cell's backward, without the ring's."""
+        """Return the seconds of collectives in a cell's backward, except for the ring's."""
         query, kv, out = _elements(spec)
         # The two inputs gathered again for weight gradients travel while a product runs.
         heads = self._exchange(tokens, out, query + kv, pieces, work)
         return heads + self._tensor(tokens, passes=4) + self._shards_backward(spec, tokens)
 
     def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
-        """Seconds of passing K, V of the tokens before `stop` around the ring, beside attention.
-        The device's own part is not sent; the backward passes dK, dV too."""
+        """Return the seconds of passing K, V of the tokens before `stop` around the ring while
+        attention runs. The device's own part is not sent; the backward passes dK, dV too."""
         layout = self.question.layout
         if layout.ring == 1:
             return 0.0
@@ -69,7 +69,7 @@ class Collectives:
         return machine.latency + (layout.ring - 1) / layout.ring * size / rate
 
     def gather(self, elements: int) -> float:
-        """Return the seconds of the all-gather of weights cut over the FSDP devices."""
+        """Return the seconds of the all-gather of weights that the FSDP devices share."""
         return self._cut(elements * self._width())
 
     def reduce(self, elements: int, element_bytes: int) -> float:
@@ -89,7 +89,7 @@ class Collectives:
 
     def replicas(self, elements: int, element_bytes: int) -> float:
         """Return the seconds of the all-reduce of gradients over devices with equal weights; 0 with
-        FSDP, whose reduce-scatter includes it."""
+        FSDP, whose reduce-scatter already adds these gradients."""
         layout = self.question.layout
         if layout.fsdp:
             return 0.0
@@ -99,8 +99,8 @@ class Collectives:
     # -- one kind each ---------------------------------------------------------------------------
 
     def _exchange(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
-        """Return the seconds of the all-to-alls around attention that do not overlap with it;
-        `into` and `out` are elements per token, before and after attention."""
+        """Seconds of the all-to-alls around attention that attention does not hide; `into` and
+        `out` are the elements per token that are exchanged before and after attention."""
         if self.question.layout.ulysses == 1:
             return 0.0
         later = (pieces - 1) * self.question.machine.latency  # each piece has its own latency
@@ -108,32 +108,32 @@ class Collectives:
         return exposed(before, work, after, pieces)
 
     def _ulysses(self, tokens: int, *elements: int) -> float:
-        """Return the seconds of Ulysses' all-to-alls, one for each entry of `elements` (elements
-        per token). Each turns all heads of some tokens into some heads of all tokens, or back."""
+        """Seconds of Ulysses' all-to-alls, one for each entry of `elements` (elements per token).
+        Each exchanges all heads of some tokens for some heads of all tokens, or back."""
         ranks, row = self.question.layout.ulysses, self._batch() * tokens * self._width()
         stride = self.question.layout.tensor
         return sum(self._over(ranks, row * count, stride) for count in elements)
 
     def _shards_forward(self, spec: LayerSpec, tokens: int) -> float:
-        """Seconds of gathering q and returning partial outputs in the accumulate dtype."""
+        """Seconds of sending q to the shards of K, V and outputs back (accumulate dtype)."""
         query, _, out = _elements(spec)
         return self._shards(tokens, query * self._width(), out * self._wide())
 
     def _shards_backward(self, spec: LayerSpec, tokens: int) -> float:
-        """Return the seconds of gathering q, O and dO and returning dQ in the accumulate dtype."""
+        """Seconds of sending q, O, dO to the shards of K, V and dQ back (accumulate dtype)."""
         query, _, out = _elements(spec)
         return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
 
     def _shards(self, tokens: int, *rows: int) -> float:
-        """Seconds of a collective per entry of `rows` (bytes per token) among the shards."""
+        """Seconds of the shards' collectives, one per entry of `rows` (bytes per token)."""
         layout = self.question.layout
         size = self._batch() * tokens * layout.shards
         stride = layout.tensor * layout.ulysses
         return sum(self._over(layout.shards, size * row, stride) for row in rows)
 
     def _tensor(self, tokens: int, passes: int) -> float:
-        """Return the seconds of all-gathers and reduce-scatters of the chunk around attention and
-        MLP. Over nodes every rank is assumed to bring in its own copy: FPDT's runs took that long
+        """Seconds of tensor parallelism's all-gathers and reduce-scatters around attention and MLP.
+        Across nodes every rank is assumed to bring in its own copy: FPDT's runs took that long
         (Table 3), three times as long as a ring of NCCL took in MEMO's (120.4 s, section 5.2)."""
         layout = self.question.layout
         if layout.tensor == 1:
@@ -148,9 +148,9 @@ class Collectives:
         return self._over(fsdp_ranks(self.question), size / layout.tensor, layout.tensor, same=True)
 
     def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
-        """Return the seconds of a collective that moves `size` bytes, of which each device keeps 1
-        / ranks. The ranks lie `stride` apart. With `same`, all devices of a node get the same
-        bytes, and each brings one part into the node."""
+        """Return the seconds of a collective over `ranks` devices, `stride` ranks apart, that moves
+        `size` bytes, of which each device keeps 1 / ranks. With `same`, all devices of a node get
+        the same bytes, and each brings one part into the node."""
         if ranks == 1:
             return 0.0
         machine = self.question.machine
@@ -178,16 +178,16 @@ def _elements(spec: LayerSpec) -> tuple[int, int, int]:
 
 def exchange_bytes(question: Question, chunk: int) -> int:
     """Return the peak device bytes of messages between devices, outside the program's buffers.
-    `chunk` is the device's share of a chunk, in tokens. Each kind of message is counted at its
-    peak, and all at one time:
+    `chunk` is the device's share of a chunk, in tokens. All kinds of messages count at their own
+    peak:
 
     - Ulysses: q, K, V and O, once packed to be sent and once received;
-    - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums
-      in the accumulate dtype;
+    - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums in
+      the accumulate dtype;
     - ring: K, V of two other devices, in use and arriving, and dK, dV that travel with them;
     - tensor: the chunk's tokens gathered, the input of a product and the sum after the next;
     - pipeline: hidden states of chunks that a stage has sent ahead of the next;
-    - FSDP: weights of one layer more than are open, gathered ahead.
+    - FSDP: the weights of one layer, which are gathered ahead of those in use.
     """
     layout, model = question.layout, question.model
     width, wide = model.element_bytes, model.accumulate_bytes()
@@ -210,7 +210,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
 
 
 def fsdp_ranks(question: Question) -> int:
-    """Number of devices that share weights, gradients and optimizer states by FSDP."""
+    """Return the number of devices that share weights, gradients and optimizer states by FSDP."""
     layout = question.layout
     if not layout.fsdp:
         return 1

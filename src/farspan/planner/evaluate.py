@@ -1,4 +1,4 @@
-"""Predict one schedule on one machine: build the programs of its ranks, walk them, price them.
+"""Predict time and memory of one schedule on one machine, from the programs of its ranks.
 
 We price one rank per distinct kind, the largest of that kind. Ranks that share a sequence run the
 same instructions, and the last one has the most rows of every chunk (program.layout). Stages of a
@@ -56,7 +56,7 @@ from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks with equal programs: all ranks, or pipeline stages with equal layers."""
+    """Ranks with equal programs: all ranks, or those of pipeline stages with equal layers."""
 
     rank: Rank  # the rank of this kind that is built
     layers: Range  # layers that the rank runs
@@ -79,7 +79,8 @@ class RankKind:
 
 
 def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
-    """Return the kinds of rank by first stage. Raises UnsupportedError for impossible groups."""
+    """Return the kinds of rank (ranks with equal programs), in the order of the pipeline. Raises
+    UnsupportedError if the groups are impossible."""
     layout, layers = question.layout, question.model.layers
     groups = group_ranges(schedule, len(layers), layout.pipeline)
     widest = max(stop - start for start, stop in groups)
@@ -98,12 +99,12 @@ def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
 
 
 def part_of(question: Question, kind: RankKind) -> Question:
-    """Return the question with the layers of one kind of rank; modules outside the layers stay."""
+    """Return the question with only the layers of one kind of rank; other modules stay."""
     return replace(question, model=stage_model(question.model, kind.layers))
 
 
 def stage_model(model: ModelSpec, layers: Range) -> ModelSpec:
-    """Return the model with only these layers; the modules outside the layers stay."""
+    """Return the model with only a range of its layers; the modules outside the layers stay."""
     return with_layers(model, range(*layers))
 
 
@@ -122,14 +123,14 @@ def with_layers(model: ModelSpec, layers: Sequence[int]) -> ModelSpec:
 
 
 def most_layers(question: Question) -> int:
-    """Return the number of layers on the fullest rank, with stages as equal as possible."""
+    """Return how many layers the fullest rank has when pipeline stages are as equal as possible."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = group_ranges(Schedule(groups=layers), layers, stages)
     return max(stop - start for start, stop in ranges)
 
 
 def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule with one group per pipeline stage, unless its groups are stages."""
+    """Return the schedule with one group per pipeline stage; unchanged without a pipeline."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     if stages == 1:
         return schedule
@@ -138,16 +139,16 @@ def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule of the longest pipeline stage: its layers in one group."""
+    """Return the schedule of the longest pipeline stage, one group; unchanged without pipeline."""
     if question.layout.pipeline == 1:
         return schedule
     return replace(schedule, groups=(most_layers(question),))
 
 
 def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
-    """Return the schedule in tokens of one device, as if the device had all heads. Some heads at
-    every key take as many bytes as all heads at some keys, so Ulysses divides keys here; shards and
-    rings divide their own keys into blocks of that size."""
+    """Return the schedule with its sizes in tokens of one device that is assumed to have all heads.
+    Some heads of all keys take as many bytes as all heads of some keys, so Ulysses, which shares
+    heads, divides `kv_block`; shards and rings divide their own keys into blocks of that size."""
     among_heads = layout.ulysses * layout.tensor
     chunk, sparse = -(-schedule.chunk // layout.sequence()), schedule.sparse
     return replace(
@@ -158,7 +159,7 @@ def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
 
 
 def refuse_layout(question: Question) -> None:
-    """Raise UnsupportedError if the model's layers or heads cannot be shared by the layout."""
+    """Raise UnsupportedError if the layout's devices cannot share the model's layers or heads."""
     layout = question.layout
     refuse_shared_states(question.model, layout)
     group_ranges(Schedule(), len(question.model.layers), layout.pipeline)
@@ -175,7 +176,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return the number of ranks of each kind on one machine, for every combination that occurs."""
+    """Return how many ranks of each kind share a machine, for every combination that occurs."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -191,11 +192,11 @@ def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int
 
 
 class RankWalk(Walk):
-    """Walk through one rank's program that counts the bytes its cells allocate.
+    """Simulation of one rank's program that counts the bytes its cells allocate.
 
     A rank's cells take as much as those of one device with the rank's tokens and all heads. A
-    pipeline stage receives its input from another stage. All stages close the modules outside the
-    layers together: a stage without a gradient for such a weight contributes zeros.
+    pipeline stage receives its input from another stage. Stages add up the gradients of modules
+    outside the layers: a stage without a gradient for such a weight contributes zeros.
     """
 
     def __init__(self, question: Question, program: Program) -> None:
@@ -245,7 +246,7 @@ DENSE = Schedule()
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """One kind of rank with its program and the transient bytes of its cells."""
+    """One kind of rank with its program and the bytes that its cells allocate briefly."""
 
     kind: RankKind
     program: Program
@@ -255,8 +256,8 @@ class Walked:
 def programs(
     question: Question, schedule: Schedule, walked: Sequence[int] | None = None
 ) -> list[tuple[RankKind, Program]]:
-    """Return every kind of rank with its program; for `walked` see `build_program`. Raises
-    UnsupportedError if the groups do not fit the model."""
+    """Build the program of every kind of rank. If `walked` is given, programs contain only these
+    chunks. Raises UnsupportedError if the groups do not fit the model."""
     model, run, cut = question.model, question.run, question.model.cut(question.loss)
     return [
         (kind, build_program(model, run, schedule, kind.rank, walked=walked, cut=cut))
@@ -267,7 +268,7 @@ def programs(
 def walk(
     question: Question, schedule: Schedule, walked: Sequence[int] | None = None
 ) -> tuple[Walked, ...]:
-    """Return every kind of rank with its program and transient bytes."""
+    """Build the program of every kind of rank and count the bytes that cells allocate briefly."""
     return tuple(
         Walked(kind, program, RankWalk(question, program).run().transient)
         for kind, program in programs(question, schedule, walked)
@@ -278,8 +279,8 @@ ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: t
 
 
 def representative_chunks(question: Question, schedule: Schedule) -> list[int] | None:
-    """Return a few chunks with the same peak as all: the first and last of each run of chunks that
-    save the same tensors. None stands for all chunks, needed if queries choose pages."""
+    """Return a few chunks with the same peak as all: the first and last two of each stretch of
+    chunks that save the same tensors. None means all chunks, needed with page-sparse attention."""
     if schedule.sparse is not None:
         return None
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
@@ -294,8 +295,8 @@ def representative_chunks(question: Question, schedule: Schedule) -> list[int] |
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """Programs of all kinds of rank with the memory that they take. `device` is the fullest
-    device's budget; `host` is one rank's share on the machine with the most bytes in use."""
+    """Programs of all kinds of rank with the memory that they take. `device` is the budget of the
+    fullest device; `host` is one rank's share of the machine whose main memory is the fullest."""
 
     walked: tuple[Walked, ...]
     device: Budget
@@ -311,24 +312,24 @@ class Sized:
 
 
 def outlined(question: Question, schedule: Schedule) -> Sized:
-    """Return `size` from programs of a few chunks (outlines), in a tenth of the time. The bytes are
-    the same unless buffers with equally long lifetimes are placed in another order."""
+    """Return the result of `size` ten times as fast, from programs of a few chunks (outlines). The
+    bytes are the same unless buffers with equally long lifetimes are placed in another order."""
     return _sized(question, walk(question, schedule, representative_chunks(question, schedule)))
 
 
 def size(question: Question, schedule: Schedule) -> Sized:
-    """Return the programs of a schedule and the memory that they take; no time is computed."""
+    """Return the programs of a schedule with the memory that they take, but not their time."""
     return _sized(question, walk(question, schedule))
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """Return `size`, from outlines if their bytes are certain to be the same."""
+    """Return the result of `size`, from programs of a few chunks if the bytes are surely equal."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 
 
 def _is_packed(program: Program) -> bool:
-    """Return whether buffers fill the arenas without a gap when the largest are placed first."""
+    """Return whether the program's buffers fill its arenas without a gap, placed largest first."""
     for tier in Tier:
         held = (buffer for buffer in program.buffers.values() if buffer.tier is tier)
         requests = [PlacementRequest(b.bytes, b.born, b.dies) for b in held]
@@ -351,12 +352,12 @@ def _sized(question: Question, walked: tuple[Walked, ...]) -> Sized:
 def evaluate(
     question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
 ) -> Plan:
-    """Return the plan of a schedule: bytes on each tier, seconds of the slowest rank, its
+    """Return the plan of a schedule: bytes on each tier, the slowest rank's seconds, its
     bottleneck.
 
-    A schedule that does not fit cannot run, so its lanes are not simulated: its time is the busiest
-    lane's where copies overlap with computation. (Eight strategies of Llama-3-70B at 16M tokens
-    have a million instructions.)
+    A schedule that does not fit cannot run, so its step is not simulated: its time is that of the
+    busiest queue where copies overlap with computation. (Eight strategies of Llama-3-70B at 16M
+    tokens have a million instructions.)
     """
     sized = sized or size(question, schedule)
     seconds = slowest(question, sized)[1]
@@ -375,9 +376,9 @@ def evaluate(
 def composed_seconds(
     question: Question, schedule: Schedule
 ) -> tuple[float, float, tuple[Program, ...]]:
-    """Seconds of a step with overlapping lanes and no update, the seconds that it waits for an
-    overlapping update, and the programs that were timed: the step's and an evaluated reference's.
-    They have fewer layers (`timeline.fold`). Pipelines are not supported."""
+    """Seconds of a step with overlapping copies and no update, the seconds that it waits for an
+    overlapping update, and the programs that were timed: the step's and that of a reference model
+    run in the step. Equal layers are folded (`timeline.fold`). Pipelines are not supported."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)
@@ -393,13 +394,12 @@ def composed_seconds(
 
 
 def _reference(question: Question, program: Program) -> Program:
-    """Program of the reference model's forward, which runs before the step."""
     arguments = question.model, question.run, program.schedule, program.share.rank
     return build_evaluation(*arguments)
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
-    """Return the program and seconds of the slowest kind of rank, for which the others wait."""
+    """Return the program and seconds of the slowest kind of rank; all other ranks wait for it."""
     found = (
         (one.program, step_seconds(question, one.program, simulated=sized.fits))
         for one in sized.walked
@@ -408,7 +408,7 @@ def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
 
 
 def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the peak bytes of one kind of rank on device and on host, each by cause."""
+    """Return the peak bytes of one kind of rank on device and host, by cause such as "cells"."""
     program, part = walked.program, part_of(question, walked.kind)
     held = states(part, own_ranges(program))
     own = own_schedule(program.schedule, question.layout)
@@ -449,8 +449,8 @@ def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict
 def momentary(question: Question, program: Program) -> int:
     """Return the device bytes that a rank allocates briefly outside its program's buffers.
 
-    Counts cells and their workspace, messages, and gathered weights of an open group. Negative if
-    cells peak before all gradients exist.
+    Cells and their workspace, messages, and the gathered weights of one group count. The result is
+    negative if cells peak before all gradients exist.
     """
     stage = program.share.rank.along["pipeline"]
     kinds = kinds_of(question, program.schedule)
@@ -470,7 +470,7 @@ def _joined(*parts: dict[str, int]) -> dict[str, int]:
 
 
 def own_ranges(program: Program) -> tuple[Range, ...]:
-    """Return the layer ranges of the rank's groups, counted from its first layer."""
+    """Return the layer ranges of the rank's groups, numbered from the rank's first layer."""
     groups = [program.groups[group] for group in program.own_groups()]
     return tuple((start - groups[0][0], stop - groups[0][0]) for start, stop in groups)
 
@@ -482,7 +482,7 @@ def _total(parts: dict[str, int]) -> int:
 def _together(
     question: Question, kinds: Sequence[RankKind], parts: Sequence[dict[str, int]]
 ) -> dict[str, int]:
-    """Return a rank's share of the memory in use on the fullest machine, by cause."""
+    """Return one rank's share of the memory in use on the fullest machine, by cause."""
     near = question.near()
 
     def shares(counts: tuple[int, ...]) -> dict[str, int]:
@@ -508,8 +508,8 @@ def _limited(
 
 
 def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
-    """Return the bytes of each kind of buffer while the tier is at its peak. Staging slots, and
-    bytes lost between buffers, are causes of their own."""
+    """Return the bytes of each kind of buffer on a tier at the moment when the tier is fullest.
+    Staging slots, and bytes lost between buffers, are parts of their own."""
     live: dict[str, int] = {}
     total = most = 0
     fullest: dict[str, int] = {}
@@ -529,8 +529,8 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
 
 
 def step_seconds(question: Question, program: Program, *, simulated: bool = True) -> Seconds:
-    """Return the seconds of one step with its update on the program's rank. Copies overlap if the
-    machine's engine does so; for `simulated` see `run_time`."""
+    """Return the seconds of one step with its update on the program's rank. Copies overlap with
+    computation if the machine's engine does so; for `simulated` see `run_time`."""
     beside = update_overlaps(question)
     line, sent = _line(question, program, beside=beside, simulated=simulated)
     groups = [program.groups[group] for group in program.own_groups()]
@@ -557,7 +557,7 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
 def _line(
     question: Question, program: Program, *, beside: bool, simulated: bool
 ) -> tuple[Timeline, float]:
-    """Timeline of a program including waits between pipeline stages, and seconds of messages."""
+    """Timeline of a program with waits between pipeline stages, and seconds of their messages."""
     prices = Prices(question, program, together=question.overlap)
     line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
     tokens = (stop - start for start, stop in program.share.tokens.rows)
@@ -570,8 +570,8 @@ _OF_NO_CHUNK = (Allocate, Free, Clear, Close, Gather, Reduce, Release)
 
 def _waiting(question: Question, prices: Prices) -> float:
     """Return the factor by which waits between pipeline stages stretch a step. A stage begins when
-    the first chunk leaves the stage before, and the slowest chunk sets the pace: passes over chunks
-    that take t take sum(t) + (stages - 1) max(t)."""
+    the first chunk leaves the stage before, and the slowest chunk sets the pace: if t is the time
+    of each chunk, the passes over all chunks take sum(t) + (stages - 1) max(t)."""
     stages, program = question.layout.pipeline, prices.program
     if stages == 1:
         return 1.0
@@ -593,8 +593,8 @@ def _bound(line: Timeline) -> str:
 
 
 def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
-    """FLOP of a step that MFU counts: three forwards without recomputation, two for frozen weights.
-    Attention counts keys that a query sees (half under a causal mask); embeddings count nothing."""
+    """FLOP of a step that MFU counts: three times a forward's, or twice for frozen weights, without
+    recomputation or embeddings. Attention counts keys that a query sees (half if causal)."""
     model, run = question.model, question.run
     tokens = run.batch * run.tokens
     head = 3.0 if model.outer_trainable() else 2.0

@@ -3,12 +3,12 @@
 By their bounds: whether any schedule of a grid fits, and which leaves the most of each tier.
 
 By a close look at one schedule: its arenas are those of its bounds except for padding. The brief
-allocations of its cells come from the program of a few representative chunks: the latest of each
-run of chunks that keep the same, which has the most keys before it. They are cells of the whole
-program in its order, so its fullest moment is at least as full.
+allocations of its cells come from a program of a few chunks: the latest of each stretch of chunks
+that save the same tensors, which has the most keys before it. They are cells of the whole program
+in its order, so its fullest moment is at least as full.
 
-And as a composed plan: its bytes are those of an outline of its program. Its time is counted where
-nothing overlaps, and otherwise that of a program of fewer layers.
+And as a composed plan: its bytes are those of a program of a few chunks (an outline). Its time is
+counted where nothing overlaps, and otherwise that of a program of fewer layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,8 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 def space_grids(
     question: Question, space: Space
 ) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
-    """Yield the grids of the space on every kind of rank, with their schedule and splits."""
+    """Yield, for each chunk size and set of switches of the space, the grids of bounds of all kinds
+    of rank, a schedule, and all its splits into groups."""
     splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
     saves: dict[int, SaveCounts] = {}
@@ -89,7 +90,6 @@ def space_grids(
 
 
 def _save_counts(space: Space, chunks: int) -> SaveCounts:
-    """Return every pair of the space's save fractions as numbers of chunks."""
     attention = sorted({round(part * chunks) for part in space.attention})
     graphs = sorted({round(part * chunks) for part in space.activations})
     pairs = np.array([(a, b) for a in attention for b in graphs], dtype=np.int64)
@@ -97,8 +97,8 @@ def _save_counts(space: Space, chunks: int) -> SaveCounts:
 
 
 def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Bytes of the fullest device and of a rank's share of main memory, both [K, F, T], and of each
-    kind of rank's device, [kinds, K, F, T], with messages and kernels' workspaces."""
+    """Bytes of the fullest device and of a rank's share of main memory, [splits, save counts,
+    tiers] each, and of each kind of rank's device, [kinds, ...]; messages and workspaces count."""
     each = [bound(grid) for grid in grids]
     for found, grid in zip(each, grids, strict=True):
         found.device += grid.cell_prices.passing
@@ -111,15 +111,15 @@ def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> t
 
 def fullest(grids: RankGrids, devices: Array) -> Array:
     """Return the device bytes of the kind of rank that takes the most; `devices` is [kinds, ...].
-    On unified memory return the mean of one machine's ranks."""
+    On unified memory, return the mean of the ranks of the fullest machine."""
     if grids[0].cell_prices.question.machine.unified:
         return together(grids, devices)
     return np.asarray(devices.max(axis=0))
 
 
 def together(grids: RankGrids, sizes: Array) -> Array:
-    """Return the memory of the fullest machine, divided by its ranks; `sizes` is [kinds, ...], the
-    bytes of one rank of each kind."""
+    """Return the memory in use on the fullest machine, divided by its number of ranks; `sizes` is
+    [kinds, ...], the bytes of one rank of each kind."""
     if len(grids) == 1:
         return np.asarray(sizes[0])
     question, kinds = grids[0].cell_prices.question, [grid.splits.kind for grid in grids]
@@ -128,12 +128,12 @@ def together(grids: RankGrids, sizes: Array) -> Array:
 
 
 def slowest(grids: RankGrids, *, in_line: bool = False) -> Array:
-    """Return the lower bound of a step's seconds on the slowest rank, [K, F, T]; see `seconds`."""
+    """Lower bound of the slowest rank's seconds per step, [splits, save counts, tiers]."""
     return np.asarray(np.max([seconds(grid, in_line=in_line) for grid in grids], axis=0))
 
 
 def limits(question: Question) -> tuple[int, int]:
-    """Return the bytes that a device, and its share of main memory, can hold."""
+    """Return the bytes that one device can hold, and those of its share of main memory."""
     machine = question.machine
     if machine.unified:
         return machine.host_bytes, machine.host_bytes
@@ -141,7 +141,7 @@ def limits(question: Question) -> tuple[int, int]:
 
 
 def room(question: Question, device: Array, host: Array) -> Array:
-    """Return the free fraction of the tier with the least left; negative if a tier overflows."""
+    """Return the free fraction of the fuller tier; negative if a tier overflows."""
     first, second = limits(question)
     if question.machine.unified:
         return np.asarray(1 - (device + host) / first)
@@ -149,19 +149,19 @@ def room(question: Question, device: Array, host: Array) -> Array:
 
 
 def may_fit(grids: RankGrids, device: Array, host: Array) -> NDArray[np.bool_]:
-    """Return the choices that fit by these bytes, [K, F, T], and repeat no earlier choice."""
+    """Return which schedules of a grid fit with these bytes and are unlike all earlier ones."""
     fits = room(grids[0].cell_prices.whole, device, host) >= 0
     return np.asarray(fits & differing(grids[-1]) if fits.any() else fits)
 
 
 def any_may_fit(grids: RankGrids) -> bool:
-    """Return whether any choice may fit, by bytes that no choice can avoid."""
+    """Return whether any schedule of a grid may fit, from the bytes that all of them need."""
     found, _ = taken(grids, least)
     return bool((room(grids[0].cell_prices.whole, found.device, found.host) >= 0).any())
 
 
 def fitting(grids: RankGrids) -> NDArray[np.bool_]:
-    """Return the choices whose bounds of memory fit, [K, F, T]."""
+    """Return which schedules of a grid fit by their bounds, [splits, save counts, tiers]."""
     found, _ = taken(grids)
     return may_fit(grids, found.device, found.host)
 
@@ -182,8 +182,8 @@ def states_do_not_fit(question: Question) -> bool:
 
 
 def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
-    """Return the `count` schedules with the most free memory by their bounds. Schedules that differ
-    only in save fractions or open tiers count once."""
+    """Return the `count` schedules of the space with the most free memory by their bounds. Of
+    schedules that differ only in what they save and on which tier, the roomiest is returned."""
     found = []
     for grids, schedule, sizes in space_grids(question, space):
         bytes_, _ = taken(grids)
@@ -202,7 +202,7 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes to spare on the device and on its share of the host, negative if too small."""
+    """Bytes to spare on the device and in its share of main memory; negative if it is too small."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 
@@ -216,9 +216,9 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """Return the chunks whose memory stands for all. Consecutive chunks that save the same tensors
-    form a run: the last of each, and one more of the first run, whose backward finds that a later
-    chunk has made all layers' gradients. `first` adds chunk 0, the longest of unequal chunks."""
+    """Return the chunks to check in place of all. Consecutive chunks that save the same tensors
+    form a stretch; each stretch's last chunk counts, and the first stretch's last but one, in whose
+    backward all layers have gradients. `first` adds chunk 0, the longest of unequal chunks."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])
@@ -229,7 +229,7 @@ def transient(
     cell_prices: CellPrices, schedule: Schedule, attention: int, graphs: int, walked: Sequence[int]
 ) -> int:
     """Peak bytes that cells allocate briefly in the `walked` chunks (`Peak.transient`). The latest
-    `attention` chunks save O and LSE, the latest `graphs` chunks activations."""
+    `attention` chunks save O and LSE; the latest `graphs` chunks save activations."""
     chosen = replace(
         schedule,
         attention_save_fraction=latest_fraction(cell_prices.chunks, attention),
@@ -239,9 +239,9 @@ def transient(
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
-    """Lower bound of the bytes of gradients and fp32 sums in the last backward of the embedding. It
-    depends on the chunk size only; 0 for a pipeline stage. At that moment all layers have
-    gradients, and the first group, of at least one layer, still has its sums."""
+    """Return a lower bound of the bytes of gradients and fp32 sums during the embedding's last
+    backward; 0 for a pipeline stage. It depends on the chunk size only: at that moment all layers
+    have gradients, and the first group, of at least one layer, still has its sums."""
     if cell_prices.kind.is_stage:
         return 0
     layers, chunks = len(cell_prices.model.layers), len(cell_prices.chunks)
@@ -255,7 +255,7 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 
 
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
-    """Return a memory walk through an outline of the program that has only the `walked` chunks."""
+    """Return a memory simulation of a program that contains only the `walked` chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
     arguments, cut = (whole.model, whole.run, schedule, rank), whole.model.cut(whole.loss)
     program = build_program(*arguments, walked=walked, cut=cut)
@@ -263,7 +263,7 @@ def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) ->
 
 
 def latest_fraction(chunks: Chunks, count: int) -> float:
-    """Return the fraction of the tokens that the latest `count` chunks hold."""
+    """Return the fraction of the sequence's tokens that lie in the latest `count` chunks."""
     if count == 0:
         return 0.0
     return (chunks[-1][1] - chunks[-count][0]) / chunks[-1][1]
@@ -275,8 +275,8 @@ def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
-    """Seconds of three steps with the plan's schedule: with a mean of token losses, with the plan's
-    loss and a reference evaluated earlier, and with the reference evaluated in the step."""
+    """Return the seconds of a step with the plan's schedule for three losses: a mean over tokens,
+    the plan's loss with stored values of the reference, and the plan's loss itself."""
     question = plan.question
     stored = replace(question.loss, reference=Reference.STORED)
     losses = Objective(), stored if question.loss.evaluates else question.loss, question.loss
@@ -290,9 +290,9 @@ def loss_seconds(plan: Plan) -> tuple[float, float, float]:
 def composed(
     question: Question, strategy: str, schedule: Schedule, sized: Sized
 ) -> tuple[Plan, tuple[Program, ...]]:
-    """Return the same plan as `evaluate` from an outline, and the programs built to time it. If
-    lanes overlap and the plan fits, a program of fewer layers is simulated; otherwise the seconds
-    of each lane are added up. Pipelines and sparse attention are simulated whole."""
+    """Return the same plan as `evaluate` from a program of a few chunks, and the programs built to
+    time it. If copies overlap and the plan fits, a program of fewer layers is simulated; otherwise
+    the seconds of each queue are added up. Pipelines and sparse attention are simulated whole."""
     if question.layout.pipeline > 1 or schedule.sparse is not None:
         whole = size(question, schedule) if schedule.sparse is None else sized
         return evaluate(question, strategy, schedule, whole), whole.programs
@@ -316,7 +316,7 @@ def composed(
 
 
 def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
-    """Seconds of a step on one stage: the busiest lane's, or all lanes' without overlap."""
+    """Seconds of a step on one stage: the busiest queue's, or all queues' if nothing overlaps."""
     grid, tiers = grid_of(question, schedule), tiers_of(schedule)
     work, copies = grid.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]

@@ -106,7 +106,7 @@ _ALIKE = 0.07  # relative difference of a datasheet's memory and a driver's
 
 @dataclass(frozen=True, slots=True)
 class MachineFile:
-    """A machine, and the source of each of its numbers."""
+    """Description of a machine, with the source of each of its numbers."""
 
     spec: MachineSpec
     about: str = ""
@@ -121,9 +121,9 @@ def names() -> tuple[str, ...]:
 
 
 def machine(name_or_path: str | Path) -> MachineSpec:
-    """Return the machine named by a card in any usual writing, or read from a JSON file.
+    """Return the machine that a GPU's usual name means, or that a JSON file describes.
 
-    For `4x4090` the machine has four cards. Raises UnsupportedError for an unknown name, naming
+    `4x4090` means a machine with four GPUs. Raises UnsupportedError for an unknown name, naming
     close ones, and for a file that is not a machine, naming the field.
     """
     spec, count = read(name_or_path).spec, count_of(name_or_path)
@@ -133,7 +133,7 @@ def machine(name_or_path: str | Path) -> MachineSpec:
 
 
 def read(name_or_path: str | Path) -> MachineFile:
-    """Return the machine, and the source of each of its numbers; see `machine`."""
+    """Return the machine that `machine` returns, with the source of each of its numbers."""
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name.lower() not in _presets() and (path.suffix == ".json" or os.path.isfile(path)):
@@ -142,13 +142,13 @@ def read(name_or_path: str | Path) -> MachineFile:
 
 
 def count_of(name: object) -> int | None:
-    """Return the number of cards in a name such as `8xh100`, or None without one."""
+    """Return the number of GPUs in a name such as `8xh100`; None if the name has no number."""
     is_name = isinstance(name, str) and not os.path.isfile(Path(name).expanduser())
     return _counted(str(name))[0] if is_name else None
 
 
 def names_card(word: str) -> bool:
-    """Return whether the word is a card's name, such as 4090."""
+    """Return whether the word is a GPU's name, such as 4090."""
     return bool(_called(*_words(word)))
 
 
@@ -164,13 +164,13 @@ def _counted(name: str) -> tuple[int | None, str]:
 
 
 def _singular(name: str) -> str:
-    """Return h100 for h100s; l40s is a card itself."""
+    """Return h100 for h100s, but l40s unchanged, since it is a GPU's own name."""
     several = name.strip().lower().endswith("s") and not names_card(name)
     return name.strip()[:-1] if several and names_card(name.strip()[:-1]) else name
 
 
 def _words(name: str) -> tuple[tuple[str, ...], int | None]:
-    """Return the identifying words of a card's name, sorted, and its GB of memory if named."""
+    """Return the sorted words that identify a GPU in its name, and its GB of memory or None."""
     text = name.lower()
     memory = _MEMORY.search(text)
     if memory is not None:
@@ -181,7 +181,7 @@ def _words(name: str) -> tuple[tuple[str, ...], int | None]:
 
 @cache
 def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
-    """Return the identifying words of each preset's names, and its memory in GB."""
+    """Return, for each preset, the identifying words of each of its names with the memory in GB."""
     return {
         name: dict(map(_words, (name, *values["gpu_names"], *values.get("aliases", ()))))
         for name, values in _raw_presets().items()
@@ -189,13 +189,12 @@ def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
 
 
 def _size(name: str) -> int:
-    """Return the memory of a preset in GB, from its datasheet."""
     found = _MEMORY.search(_presets()[name].about.lower())
     return int(found[1]) if found else 0
 
 
 def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
-    """Return the presets that a card's name may mean."""
+    """Return the presets that a GPU's name may mean, by its words and its GB of memory."""
     found = [name for name, known in _known().items() if words in known]
     if memory is None and not found:  # `a100 80`
         sizes = [int(word) for word in words if word.isdecimal()]
@@ -210,7 +209,7 @@ def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
 
 
 def _preset_called(name: str) -> str:
-    """Return the preset of a card's name. Raises UnsupportedError if several match."""
+    """Return the preset that a GPU's name means. Raises UnsupportedError unless it is one."""
     if name.lower() in _presets():
         return name.lower()
     words, memory = _words(name)
@@ -224,7 +223,7 @@ def _preset_called(name: str) -> str:
     )
 
 
-def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str]) -> str:
+def _hint(name: str, words: tuple[str, ...], memory: int | None, matches: list[str]) -> str:
     other = _called(words, None) if memory is not None and words else []
     if other:
         has = " or ".join(f"{_size(preset)} GB" for preset in other)
@@ -240,7 +239,7 @@ def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str
         return f"for a number of devices give --gpus {name}, and the card with --machine"
     numbers = {word for word in words if word.isdecimal() and len(word) > 1}
     sized = [n for n in names() if memory is not None and not words and _size(n) == memory]
-    close = found or within or [n for n in names() if n.startswith(name.lower())] or sized
+    close = matches or within or [n for n in names() if n.startswith(name.lower())] or sized
     close = close or [n for n, known in _known().items() if numbers & set().union(*known)][:3]
     plain = "".join(_WORD.findall(name.lower()))
     close = close or difflib.get_close_matches(plain, names(), n=3, cutoff=0.5)
@@ -248,12 +247,12 @@ def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str
 
 
 def _is_within(known: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Return whether a card's name, including its number, occurs among other words."""
+    """Return whether the words of a GPU's name all occur among `words` and include a number."""
     return set(known) <= set(words) and any(map(str.isdecimal, known))
 
 
 def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
-    """Return the machine with `size` bytes of main memory, the reserve included."""
+    """Return the machine with `size` bytes of main memory; a part of them is its reserve."""
     reserve = int(HOST_RESERVE * size)
     return replace(spec, host_bytes=size - reserve, host_reserve=reserve)
 
@@ -265,7 +264,7 @@ def user_file() -> Path:
 
 
 def preset_of_gpu(gpu: str) -> str | None:
-    """Return the preset of the GPU that the driver reports by this name, or None."""
+    """Return the preset of the GPU that the driver reports under this name, or None."""
     for name, values in _raw_presets().items():
         if gpu in values["gpu_names"]:
             return name
@@ -287,7 +286,7 @@ def to_json(file: MachineFile) -> dict[str, Any]:
 
 
 def from_json(values: object, where: str) -> MachineFile:
-    """Return the machine of parsed JSON. Raises UnsupportedError naming `where` and the field."""
+    """Convert parsed JSON to a machine. Raises UnsupportedError naming `where` and the field."""
     if not isinstance(values, Mapping):
         raise UnsupportedError(f"{where}: expected the fields of a machine, got {_got(values)}")
     known = [f.name for f in fields(MachineSpec)]
@@ -363,13 +362,13 @@ def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
 
 
 def pair_seconds(curve: Curve, head_dim: int, *, backward: bool = False) -> float:
-    """Seconds per query, key and head of the fastest attention call, with softmax."""
+    """Seconds per query, key and head in the machine's fastest attention call, with softmax."""
     flop = 4.0 * head_dim * (BACKWARD_PRODUCTS if backward else 1.0)
     return flop / max(rate for _, rate in curve.points)
 
 
 def busy_words(spread: Mapping[str, float], cure: str = "run again") -> str | None:
-    """Return a warning if other programs used the machine while it was measured, else None."""
+    """Return a warning if other programs ran on the machine while it was measured, else None."""
     varied = sorted((name for name in spread if spread[name] > BUSY), key=lambda n: -spread[n])
     if not varied:
         return None
@@ -510,7 +509,7 @@ def _presets() -> dict[str, MachineFile]:
 
 
 def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
-    """Return a preset; fields that it leaves out come from the preset that it names as similar."""
+    """Return a preset; fields that it leaves out come from the preset named in `like`."""
     base = _raw_presets()[values["like"]] if "like" in values else {}
     sources = {**base.get("sources", {}), **values["sources"]}
     found = {**base, **values, "name": name, "sources": sources}
@@ -519,7 +518,7 @@ def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
 
 
 def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
-    """Return the machine with the rates of the kernels: deterministic attention is slower."""
+    """Return the machine with the slower rates of deterministic attention, if it is asked for."""
     if not deterministic or machine.on_cpu:
         return machine
     rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}

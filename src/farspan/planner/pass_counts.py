@@ -1,5 +1,4 @@
-"""Count the work and traffic of many schedules at once: splits of the layers into groups, and
-fractions of chunks that are saved.
+"""Count the work and traffic of many schedules at once, by splits into groups and chunks saved.
 
 A layer has one of six roles (`Role`): the top layer of its group or a layer below, in the last
 group, in an earlier one, or in a pipeline stage that is not the last. The role decides which
@@ -8,9 +7,9 @@ instructions its cell of a chunk runs, together with three bits per chunk: its O
 between groups (`Boundary`). Counts are read off small programs, which the passes write
 (program/passes.py): three groups of layers, and two chunks.
 
-Shapes: F choices of (attention_save_fraction, activation_save_fraction), S spans of chunks. All
-chunks of a span have the same three bits in every choice, so hundreds of chunks make only a few
-dozen spans.
+Shapes: K splits of the layers into groups, F choices of (attention_save_fraction,
+activation_save_fraction), S spans of chunks. All chunks of a span have the same three bits in every
+choice, so hundreds of chunks make only a few dozen spans.
 """
 
 from collections import Counter
@@ -49,7 +48,7 @@ class Role(IntEnum):
 
 
 class Boundary(Enum):
-    """Part of the model that reads the hidden states passed across a boundary between groups."""
+    """Reader of the hidden states that pass from one group of layers to the next."""
 
     EARLIER = "a group that is not the last"
     LAST = "the last group"
@@ -60,7 +59,7 @@ class Boundary(Enum):
 
 @dataclass(frozen=True, eq=False)
 class SaveCounts:
-    """Numbers of latest chunks that save O and LSE, and that save activations, for F choices."""
+    """Choices of how many of the latest chunks save O and LSE, and how many save activations."""
 
     attention: NDArray[np.int64]  # [F]
     graphs: NDArray[np.int64]  # [F]
@@ -68,19 +67,19 @@ class SaveCounts:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """First chunk of each span, [S]. A span is a run of chunks that save the same tensors in
-        every choice; the last chunk is always its own span."""
+        """First chunk of each span, [spans]. A span is a range of chunks that all save the same
+        tensors, under each choice of save counts; the last chunk is always a span by itself."""
         borders = self.chunks - np.concatenate([self.attention, self.graphs, [self.chunks, 1]])
         return np.unique(borders[borders < self.chunks])
 
     def over(self, values: Counts) -> Counts:
-        """Return the sums over the chunks of each span, [S]; `values` are [chunks]."""
+        """Return the sums of `values` [chunks] over the chunks of each span, [spans]."""
         return np.asarray(np.add.reduceat(values, self.starts))
 
     @cached_property
     def cases(self) -> NDArray[np.int64]:
-        """Case of each span, [F, S]: the sum of 4 if O and LSE are saved, 2 if activations are
-        saved, and 1 for the last chunk."""
+        """What the chunks of each span save in each choice, [save counts, spans], as a sum: 4 for O
+        and LSE, 2 for activations, 1 for the last chunk."""
         chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
         return np.asarray(
@@ -89,8 +88,8 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each choice, [F]. In one class, each tensor is saved for no chunk, for some or
-        for all, and the same tensor is saved for more chunks."""
+        """Class of each choice, [save counts]. All choices of a class save O and LSE for no, some
+        or all chunks, likewise activations, and agree on which one is saved for more chunks."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -100,7 +99,7 @@ class SaveCounts:
 
     @cached_property
     def without_graphs(self) -> "SaveCounts":
-        """The same choices in a last group of one layer, which keeps no graphs."""
+        """The same choices, but without saved activations: a last group of one layer saves none."""
         return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
@@ -139,13 +138,14 @@ _SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """Number of instructions of each type per chunk, in the cells of one role or at one boundary.
-    An array [8] has one number for each case of `SaveCounts.cases`."""
+    """Number of instructions of each type per chunk, for layers of one role (position in a group)
+    or for copies between groups. Each array [8] has one number for each case of
+    `SaveCounts.cases`."""
 
     counts: dict[Act, Counts]
 
     def of(self, act: Act, choices: SaveCounts) -> Counts:
-        """Return the number of instructions per chunk in each span, [F, S]."""
+        """Return how many instructions of one type run per chunk, [save counts, chunk spans]."""
         return np.asarray(self.counts.get(act, np.zeros(8)).take(choices.cases))
 
     def of_type(self, instruction: type) -> list[Act]:
@@ -153,9 +153,9 @@ class Acts:
 
 
 def acts(place: Role | Boundary, schedule: Schedule, cut: Cut = Cut.NONE) -> Acts:
-    """Return how often the cells of one role, or copies at one boundary, run each instruction.
-    Tensors saved for the backward are on the host. Of layers with one role the smallest count is
-    taken. The backward begins after `cut`."""
+    """Return how often the cells of one role, or copies at one boundary between groups, run each
+    instruction. Tensors saved for the backward lie on the host. Of layers with one role the
+    smallest count is taken. The backward begins after `cut`."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), cut)
 
 
@@ -182,7 +182,7 @@ Place = tuple[type[Role | Boundary], int]
 def _counted(
     switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], cut: Cut
 ) -> Counter[tuple[Place, Act, int]]:
-    """Return how often each instruction occurs, by place and chunk."""
+    """Count each instruction of a small program, by layer or boundary and by chunk."""
     schedule = Schedule(
         chunk=1,
         groups=_GROUPS,
@@ -222,7 +222,7 @@ EVERY = 8  # up to this many groups, the memory of each is computed
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of K splits, one split after the other. Arrays are [P, 1] unless noted."""
+    """The P groups of K splits, one split after the other. Arrays are [P, 1] unless noted."""
 
     split: Index  # [P], index of the split
     at: Index  # [K], first group of the split
@@ -242,7 +242,7 @@ class GroupSplits:
 
     @cached_property
     def bounds(self) -> list[tuple[tuple[int, int], ...]]:
-        """Layer ranges of each split's groups."""
+        """Layer ranges of the groups of each split."""
         stops = [np.cumsum(sizes) for sizes in self.sizes]
         return [
             tuple((int(stop) - size, int(stop)) for stop, size in zip(ends, sizes, strict=True))
@@ -251,32 +251,32 @@ class GroupSplits:
 
     @cached_property
     def counts(self) -> Array:
-        """Number of groups of each split, [K, 1]."""
+        """Number of groups in each split, [splits, 1]."""
         return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
 
     @property
     def has_head(self) -> bool:
-        """Return whether the rank's last group is the last of the model."""
+        """Return whether the rank's last group is the last of the model, which runs the head."""
         return self.kind.is_last
 
     @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """Flags of groupings that end with one layer, which saves no activations, [K, 1]."""
+        """Whether a split's last group is one layer, which saves no activations, [splits, 1]."""
         return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
 
     @cached_property
     def last(self) -> Array:
-        """Number of layers in the rank's last group, [K, 1]."""
+        """Number of layers in the rank's last group, [splits, 1]."""
         return np.array([[sizes[-1]] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def widest_earlier(self) -> Array:
-        """Number of layers in the largest group before the last, or 0, [K, 1]."""
+        """Number of layers in the largest group before the last, or 0, [splits, 1]."""
         return np.array([[max(sizes[:-1], default=0)] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def parts(self) -> tuple[list[Part], Array]:
-        """Distinct layers with their roles, and the number of such layers in each split, [K, R]."""
+        """Distinct (layer, role) pairs, and the number of such layers, [splits, pairs]."""
         found: dict[Part, Array] = {}
         for k, groups in enumerate(self.bounds):
             tops = {stop - 1 for _, stop in groups}
@@ -297,7 +297,7 @@ class GroupSplits:
 
     @cached_property
     def inner(self) -> Array:
-        """0 for the first layer of each group, whose input is saved anyway, else 1, [K, L]."""
+        """Mask [splits, layers]: 0 for a group's first layer, whose input is saved anyway."""
         inner = np.ones((len(self.sizes), len(self.question.model.layers)))
         for k, firsts in enumerate(self.firsts):
             inner[k, firsts] = 0.0
@@ -305,9 +305,8 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups of layers whose memory is computed: all if a split has few; else the first and
-        last two and the middle one, where even splits and splits with shrinking groups need the
-        most."""
+        """Groups whose memory is computed: all if a split has up to `EVERY`, else the first two,
+        the middle one and the last two, where even and shrinking groups need the most."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -325,14 +324,14 @@ class GroupSplits:
     # -- states, and gathering or streaming of weights -------------------------------------------
 
     @cached_property
-    def held(self) -> list[States]:
+    def split_states(self) -> list[States]:
         return [states(self.question, groups) for groups in self.bounds]
 
     @cached_property
     def gradients(self) -> Array:
-        """Bytes of weight gradients once every layer has one, [K, 1]. Modules outside the layers
-        count too, except in a pipeline stage, which may lack them."""
-        sizes = [[float(held.gradients)] for held in self.held]
+        """Bytes of weight gradients once every layer has one, [splits, 1]. Modules outside the
+        layers count, except in a pipeline stage, which may lack them."""
+        sizes = [[float(held.gradients)] for held in self.split_states]
         if self.kind.is_stage:
             model, width = self.question.model, gradient_bytes(self.question)
             outer = sharing_of(self.question).own(0, model.outer_trainable()) * width
@@ -341,35 +340,37 @@ class GroupSplits:
 
     @cached_property
     def fixed(self) -> Array:
-        """Bytes of weights, gathered weights and optimizer states on the device, [K, 1]."""
-        sizes = [[held.on_device] for held in self.held]
+        """Bytes of weights, gathered weights and optimizer states on the device, [splits, 1]."""
+        sizes = [[held.on_device] for held in self.split_states]
         return np.array(sizes, dtype=np.float64)
 
     @cached_property
     def on_host(self) -> Array:
-        """Bytes of weights, gradients and optimizer states on the host, [K, 1, 1]."""
-        return np.array([[[held.on_host]] for held in self.held], dtype=np.float64)
+        """Bytes of weights, gradients and optimizer states on the host, [splits, 1, 1]."""
+        return np.array([[[held.on_host]] for held in self.split_states], dtype=np.float64)
 
     @cached_property
-    def own(self) -> list[list[tuple[int, int]]]:
-        """Layer ranges of each split's groups, numbered in the whole model."""
+    def ranges(self) -> list[list[tuple[int, int]]]:
+        """Layer ranges of the groups of each split, numbered in the whole model."""
         first = self.kind.layers[0]
         return [[(start + first, stop + first) for start, stop in groups] for groups in self.bounds]
 
     def gathers(self, prices: Prices) -> Array:
-        """Return the seconds of FSDP's collectives per step, [K, 1]."""
+        """Return the seconds per step of FSDP's collectives, [splits, 1]."""
         if "_gathers" not in self.__dict__:
-            self.__dict__["_gathers"] = np.array([[prices.gathers_of(split)] for split in self.own])
+            self.__dict__["_gathers"] = np.array(
+                [[prices.gathers_of(split)] for split in self.ranges]
+            )
         return np.asarray(self.__dict__["_gathers"])
 
     def streamed(self, prices: Prices) -> Array:
-        """Seconds per step of fetching weights and of evicting their gradients, [K, 2]."""
-        return np.array([prices.streamed(split) for split in self.own])
+        """Seconds per step of fetching weights and of evicting their gradients, [splits, 2]."""
+        return np.array([prices.streamed(split) for split in self.ranges])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
-        """Bytes of the device slots that streamed weights or gradients pass through, [K, 1]."""
+        """Bytes of device slots through which weights or gradients are copied, [splits, 1]."""
         return np.array(
-            [[prices.weight_slots(split, gradients)] for split in self.own], dtype=float
+            [[prices.weight_slots(split, gradients)] for split in self.ranges], dtype=float
         )
 
     @cached_property
@@ -377,9 +378,9 @@ class GroupSplits:
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
-        """Return the bytes per token that the layers of a group save for the backward, [K, 1] each:
-        in the group that saves the most, and in the first. `one_layer` counts one layer at a time;
-        `saved` [L] has the bytes of each layer."""
+        """Return the bytes that a group's layers save for the backward: in the group that saves the
+        most, and in the first group, [splits, 1] each. `saved` [layers] has the bytes of each
+        layer; with `one_layer` only the largest layer of a group counts."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

@@ -67,15 +67,21 @@ def best_plan(
 ) -> Plan:
     """Return the fastest plan that fits, with the other plans as its alternatives.
 
-    A plan within `search.TOLERANCE` that takes less main memory, or as much and less of the
-    device, is preferred. The parts that the question leaves open (`Question.open`) are chosen for
-    the fastest training steps, updates included: the plan's own question names the placement.
+    A plan slower by at most a fraction `search.TOLERANCE` is preferred if it takes less main
+    memory, or as much and less of the device. If `question.open` lets the planner place states and
+    weights, they are placed for the fastest training steps, updates included (`Plan.question`).
 
-    `strategies` are the names to choose from, None for all; `grouped` stands for the whole space of
-    schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave the
-    question's margin is returned only if no plan leaves it. If nothing fits, the plan that misses
-    by the least is returned, with the tier that is too small and changes that would help. With
-    `question.sparse` see `best_sparse`. Raises UnsupportedError.
+    Args:
+        question: What to plan; with `question.sparse` see `best_sparse`.
+        strategies: Names to choose from, None for all; `grouped` is the whole space of schedules.
+        seconds: `search.SearchEffort` of searching that space, in seconds.
+
+    Returns:
+        The plan, which leaves the question's margin if any plan can. If nothing fits, the plan that
+        misses by the least, with the tier that is too small and changes that would help.
+
+    Raises:
+        UnsupportedError: The layout, a strategy or the length cannot be planned.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:
@@ -116,8 +122,9 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
-    """Return the question in every placement that it leaves open, in groups; placements that move
-    the fewest bytes come first. A later group is tried only if no plan of an earlier group fits."""
+    """Return the question in every placement of states and weights that it leaves open, in sets;
+    those that move the fewest bytes come first. A later set is tried only if no plan of an earlier
+    set fits."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory
@@ -149,10 +156,10 @@ def best_placed(
     plan_at: Callable[[Question], Plan],
     may_be_faster: Callable[[Question, Plan], bool] = lambda _, best: not best.fits,
 ) -> Plan:
-    """Return the plan of the fastest placement that fits. Among placements within
-    `search.TOLERANCE` the one that moves the fewest bytes wins; if none fits, the plan that misses
-    by the least. `plan_at` plans a placement; `may_be_faster` says whether another placement is
-    worth planning after a plan that fits with its margin."""
+    """Return the best plan over all placements that the question leaves open. Of plans that fit, a
+    placement that moves more bytes wins only if it is faster by more than `search.TOLERANCE`; if
+    none fits, the plan that misses by the least wins. `plan_at` plans a placement; `may_be_faster`
+    says whether another placement is worth planning after a plan that fits with its margin."""
     best: Plan | None = None
     for group in placements(question):
         for placed in group:
@@ -176,8 +183,8 @@ def _is_better(plan: Plan, best: Plan) -> bool:
 
 
 def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) -> bool:
-    """Return whether a short search finds that a placement may beat the best plan of another
-    placement. Named strategies always may, since planning them is quick."""
+    """Return whether a short search finds that the question's placement may beat the best plan of
+    another placement. Named strategies always may, since planning them is quick."""
     if names is not None and GROUPED not in names:
         return True
     roomy, update = with_room(replace(question, sparse=None)), update_seconds(question)
@@ -188,9 +195,9 @@ def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) 
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the chosen plan with the memory and time of its whole program, and the other plans. If
-    the whole program is too large, or slower than another plan, another is chosen. Bytes of an
-    outline and the time of fewer layers are used where they are exact enough."""
+    """Return the best plan, with memory and time of its whole program, and the other plans. If the
+    whole program is too large, or slower than another plan, another plan is chosen. Programs of
+    fewer chunks or layers are used where they are exact enough."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
@@ -213,9 +220,9 @@ def plan_as_written(
     question: Question, name: str, schedule: Schedule, seconds: float = 6.0
 ) -> Plan:
     """Return the plan of a schedule that the user wrote, whether or not a better one exists. Its
-    alternative is the best plan of all, called `auto`, unless that is the same. If the written
-    schedule does not fit, the plan names the tier that is too small and changes that would help.
-    Raises UnsupportedError for a schedule that cannot run."""
+    alternative is the best plan of all, called `auto`, unless both schedules are equal. If the
+    written schedule does not fit, the plan names the tier that is too small and changes that would
+    help. Raises UnsupportedError for a schedule that cannot run."""
     refuse_layout(question)
     refuse_together(schedule, question.layout)
     plan = best_placed(
@@ -254,11 +261,11 @@ def longest_contexts(
     seconds: float = 4.0,
     max_step: float = math.inf,
 ) -> dict[str, Plan]:
-    """Return, by strategy, the plan with the longest context. The plan fits, leaves the question's
-    margin, and takes at most `max_step` seconds per step. Strategies without such a plan are left
+    """Return, by strategy, the plan with the longest context that fits, leaves the question's
+    margin and takes at most `max_step` seconds per step. Strategies without such a plan are left
     out. Contexts are found to within 1 / 64. With `max_step` they come from a few searches of
     `seconds` each; more seconds may find longer ones, by up to a fifth in tests. Plans are the
-    fastest, since a longest context has no use for the memory that a slower plan would save."""
+    fastest of their context, since it has no use for the memory that a slower plan would save."""
     refuse_layout(question)
     found: dict[str, Plan] = {}
     for placed in (one for group in placements(question) for one in group):
@@ -309,7 +316,7 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """Plan of a strategy at the longest context, up to the plan's, in `most` seconds per step."""
+    """Plan at a strategy's longest context, up to that of `plan`, in `most` seconds per step."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
@@ -320,8 +327,8 @@ def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan
 
 
 def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
-    """Return a plan with a longer context than `known`, up to `longest`, if a search finds a fast
-    enough schedule; else the fastest at the known context. Steps take at most `most` seconds."""
+    """Return a plan with a longer context than `known`, up to `longest`, if a search finds a
+    schedule within `most` seconds per step; else the fastest plan at the known context."""
 
     def searched(plan: Plan, part: int) -> Plan:
         return _searched(plan.question, [plan], seconds / part, 0.0)[0]
@@ -354,8 +361,8 @@ def _best_at(question: Question, name: str, seconds: float, tokens: int) -> Plan
 def _in_time(
     plan: Plan, most: float, at: Callable[[int], Plan], tries: int, longest: int | None = None
 ) -> Plan | None:
-    """Return the plan with the longest context that fits and takes at most `most` seconds, among
-    `plan` and `at(tokens)` for contexts up to `longest` (by default its own)."""
+    """Return the plan with the longest context that fits and takes at most `most` seconds: `plan`
+    itself or `at(tokens)`, for contexts up to `longest` (by default that of `plan`)."""
     longest = longest or plan.question.run.tokens
     best: Plan | None = None
     low = 0
@@ -374,8 +381,8 @@ def _in_time(
 
 
 def _tokens_in(question: Question, share: float, most: int, schedule: Schedule = DENSE) -> int:
-    """Return the longest context, in steps of `LEAST` up to `most`, with at most a share of the
-    question's FLOP. A step's time is nearly proportional to its FLOP."""
+    """Return the longest context, in steps of `LEAST` up to `most`, whose step needs at most
+    `share` of the question's FLOP. A step's time is nearly proportional to its FLOP."""
     work = share * useful_flop(question, schedule)
     low, high = 0, most // LEAST + 1
     while high - low > 1:
@@ -386,29 +393,29 @@ def _tokens_in(question: Question, share: float, most: int, schedule: Schedule =
 
 
 def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
-    """Return changes with which some plan fits; if another strategy fits, only that."""
+    """Return changes with which some plan fits; if another strategy fits, only that change."""
     if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 
-    def seconds(asked: Question) -> float:
+    def seconds(changed: Question) -> float:
         names = strategies or [GROUPED]
-        best = best_placed(asked, lambda there: chosen(_plans(there, names, REMEDY_SECONDS))[0])
+        best = best_placed(changed, lambda there: chosen(_plans(there, names, REMEDY_SECONDS))[0])
         return best.seconds.total if best.fits else 0.0
 
     return remedies_of(question, partial(fits, strategies=strategies), seconds=seconds)
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
-    """Return whether the leanest schedules of any strategy fit and leave the question's margin, in
-    any placement that the question leaves open."""
+    """Return whether any strategy, with its schedules of the least memory, fits and leaves the
+    question's margin in any placement that the question leaves open."""
     names = [GROUPED] if strategies is None else strategies
     placed = (with_room(one) for group in placements(question) for one in group)
     return any(_fitting(one, name) is not None for one in placed for name in names)
 
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
-    """Return a strategy's schedule for this question. memo's alpha is solved; chunks are widened if
-    there would be more than `most` cells."""
+    """Return the schedule of a named strategy for this question. `memo` saves the activations of as
+    many tokens as its bounds allow; chunks are enlarged to keep to at most `most` cells."""
     tokens, layers = question.run.tokens, most_layers(question)
     schedule = replace(strategy(name, layers, tokens), weights=question.weights)
     if question.layout.pipeline > 1:  # the stages are the groups
@@ -420,8 +427,8 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
 
 
 def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
-    """Return the plans of the named strategies. `grouped` is searched last: the other plans prune
-    the search, and it returns the fastest of them if it finds nothing faster."""
+    """Return the plans of the named strategies. `grouped` is searched last, since the other plans
+    bound the search from above; it returns the fastest of them if it finds nothing faster."""
     for name in names:
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -447,9 +454,9 @@ def _runs(schedule: Schedule, layout: Layout) -> bool:
 def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
-    """Return the best plan of the whole space, and the faster plan that it replaced to save bytes.
-    The search has to beat the fastest of `others`. Plans have to leave the margin, unless none can.
-    If nothing is found, return the leanest schedule, which fits if any does."""
+    """Search the whole space, and return the best plan and the faster plan that it replaced to save
+    bytes. Plans have to beat the fastest of `others`, and to leave the margin unless none can. If
+    nothing is found, return the schedule of the least memory, which fits if any does."""
     roomy = with_room(question)
     found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
     if roomy is not question and not any(plan.fits for plan in found):
@@ -458,7 +465,7 @@ def _searched(
 
 
 def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
-    """Return the plans of a search that starts from the fastest of `fitting`."""
+    """Search the whole space, starting with the fastest of the plans that fit; return the best."""
     others = tuple(fitting)
     known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known, tolerance, NEAR)
@@ -478,8 +485,8 @@ def _at(question: Question, tokens: int) -> Question:
 
 
 def _longest(question: Question, name: str) -> int:
-    """Return the longest context of one strategy, or 0. The context doubles until it does not fit,
-    then is bisected; with sparse attention it is stepped down from the longest dense context."""
+    """Return the longest context of one strategy that fits, or 0. The context doubles until it does
+    not fit, then is bisected; with sparse attention it shrinks from the longest dense context."""
     if question.sparse is not None:
         tokens = _longest(replace(question, sparse=None), name)
         while tokens >= LEAST and _fitting(_at(question, tokens), name) is None:
@@ -512,8 +519,8 @@ def _longest(question: Question, name: str) -> int:
 
 
 def _fitting(question: Question, name: str) -> Schedule | None:
-    """Return a schedule of a strategy that fits, among its leanest; None without one. Sparse
-    attention has no bounds, so its program is built."""
+    """Return a schedule of the strategy that fits, from those with the least memory, or None.
+    Sparse attention has no bounds, so its program is built."""
     if states_do_not_fit(question):
         return None
     dense = replace(question, sparse=None)
@@ -558,9 +565,9 @@ def best_sparse(
     question: Question,
     search: Callable[[Question], Sequence[Plan]],
 ) -> Plan:
-    """Return the best plan with the sparse attention that `question.sparse` asks for, among the
-    schedules that `search` finds for dense attention. If no sparse plan fits, the returned plan
-    says so; if a dense one would fit, its remedy is dense attention.
+    """Return the best plan with the sparse attention of `question.sparse`, for the schedules that
+    `search` finds with dense attention. If no sparse plan fits, the returned plan says so; if a
+    dense plan would fit, the remedy is dense attention.
 
     Raises UnsupportedError if the layout has several devices.
     """
@@ -580,8 +587,8 @@ def best_sparse(
 def longest_sparse(
     question: Question, search: Callable[[Question], dict[str, Plan]], least: int, finest: int
 ) -> dict[str, Plan]:
-    """Return, by strategy, the plan with sparse attention at the longest context that fits. From
-    the longest dense context, each try shortens the context by 1 / `finest`."""
+    """Return, for each strategy, the plan with sparse attention at the longest context that fits.
+    The first try is the longest dense context; each later one is shorter by 1 / `finest`."""
     sparse, found = _sparse_of(question), {}
     for name, plan in search(replace(question, sparse=None)).items():
         tokens = plan.question.run.tokens
@@ -601,8 +608,8 @@ def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
 
 
 def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plan to choose among these plans and copies with narrower chunks, and last the
-    fastest plan if another one is chosen. Every strategy is a point of `grouped`'s space."""
+    """Return the best of these plans and of copies with narrower chunks, then the fastest if that
+    is another plan. They are called `grouped`: its space contains every strategy."""
     known = [*plans, *_narrower(question, plans)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
@@ -611,8 +618,8 @@ def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans with chunks halved for as long as that is better, down to the finest chunk
-    of the search; the best plans first, since a long sequence leaves no time for all."""
+    """Return copies of the plans with chunks halved for as long as that is better, down to the
+    search's finest chunk. The best plans come first: a long sequence leaves no time for all."""
     sparse, found = _sparse_of(question), list[Plan]()
     finest = max(sparse.page, min(chunk_sizes(question)))
     heap = [(plan.rank(), place, plan) for place, plan in enumerate(plans)]
@@ -644,7 +651,7 @@ def _sparse_of(question: Question) -> Sparse:
 
 
 def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
-    """Yield a dense schedule in its forms with sparse attention: its chunk rounded up to whole
+    """Yield schedules with sparse attention for a dense one: with the chunk rounded up to whole
     pages, and also with attention recomputed, which costs less than in dense attention."""
     form = schedule.with_sparse(sparse)
     yield form

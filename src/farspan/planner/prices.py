@@ -1,10 +1,9 @@
-"""Seconds of an instruction: matrix products, attention (dense, and to chosen pages), memory
-traffic, copies and collectives; and the memory of attention's kernels.
+"""Seconds of each instruction of a program, and the memory of attention's kernels.
 
 A program belongs to one rank. Everything except attention counts the rank's own tokens, C / P of
-every chunk, where P = `layout.sequence()`; a layer's products, and messages between ranks, have
-all heads of the model. Attention counts whole chunks: a rank's heads and keys see a P-th of all
-pairs.
+every chunk of C tokens, where P = `layout.sequence()`; a layer's products, and messages between
+ranks, have all heads of the model. Attention counts whole chunks: a rank's heads and keys see a
+P-th of all pairs.
 
 A backward on CUDA holds the fp32 sum of dQ as well as its result, and dK, dV of every query head
 where heads share keys: about 14 KB a query and as much a key with the 28 heads of 7B, half a GB for
@@ -53,7 +52,7 @@ from farspan.spec import HOST, LayerSpec, Rates, UnsupportedError, value
 
 @dataclass(slots=True)
 class TiledPrices:
-    """Seconds of a layer's matrix products, with the feed-forward tile by tile or whole."""
+    """Seconds of a layer's matrix products, with the feed-forward run tile by tile or whole."""
 
     program: Program
     products: Callable[[tuple[tuple[int, int], ...], int], float]  # seconds, for a number of tokens
@@ -65,7 +64,7 @@ class TiledPrices:
         self.cells = TiledCells(self.program)
 
     def forward(self, i: Forward) -> float:
-        """Return the seconds of the layer's products in a forward; skipped outputs cost nothing."""
+        """Seconds of the layer's matrix products in a forward; skipped products cost nothing."""
         work, tokens = self.program.model.layers[i.layer].work, self._tokens(i)
         if not self.cells.has_tiles(i):
             return self.products(work.products, tokens)
@@ -74,9 +73,9 @@ class TiledPrices:
         return seconds if self.cells.skips(i) else seconds + self._feed_forward(i)
 
     def again(self, i: Backward) -> float:
-        """Seconds that tiles add to a backward: the token-wise modules' forward again, and for each
-        tile but one another pass over the sums of weight gradients. All the layer's traffic counts
-        as recomputed, though a sixth (rotations, residual sums) is not."""
+        """Seconds that tiles add to a backward: the token-wise modules' forward once more, and for
+        each tile but one another pass over the sums of weight gradients. All the layer's memory
+        traffic counts as repeated, though a sixth (rotations, residual sums) is not."""
         if not self.cells.has_tiles(i):
             return 0.0
         work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
@@ -112,7 +111,7 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """Seconds of choosing pages: a score per query, head and compared key; half for ranking."""
+        """Seconds of choosing pages: a score per query, head and key; ranking keys count half."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
@@ -130,7 +129,7 @@ class SparsePrices:
         return ready + max(fused, self.moved(read))
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
-        """Seconds of attention to chosen pages, with gathers; a backward scatters dK, dV."""
+        """Seconds of attention to chosen pages, with gathers; a backward scatters dK, dV too."""
         start, stop = self.program.chunks[chunk]
         sparse, run = sparse_of(self.program.schedule, spec), self.program.run
         assert sparse is not None
@@ -146,7 +145,7 @@ class SparsePrices:
 
 @value
 class Cost:
-    """Seconds that one instruction keeps each lane busy."""
+    """Seconds that one instruction keeps each queue of the machine busy."""
 
     compute: float = 0.0
     fetch: float = 0.0
@@ -155,7 +154,7 @@ class Cost:
     host: float = 0.0  # issuing it; on a GPU in parallel with the cells before it
 
     def in_line(self) -> float:
-        """Return the sum over all lanes: the seconds if nothing overlaps."""
+        """Return the sum over all queues: the seconds if nothing overlaps."""
         return self.compute + self.fetch + self.evict + self.collective + self.host
 
 
@@ -175,7 +174,7 @@ def rates_of(question: Question) -> Rates:
 
 @dataclass(slots=True)
 class _PriceRule:
-    """Pricing rule of one instruction type, with the prices known so far."""
+    """Rule that prices the instructions of one type, with the prices found so far."""
 
     decides: Callable[[Any], Hashable]  # instructions with equal keys cost the same
     price: Callable[[Any], Cost]
@@ -186,8 +185,8 @@ class _PriceRule:
 class Prices:
     """Seconds of every instruction in one rank's program. The question has the whole model.
 
-    `together`: both directions of the link are in use, so the rates are those measured for both at
-    once. Equal layers at the same chunk cost the same and are priced once.
+    With `together`, copies run in both directions at once, at rates measured that way. Equal layers
+    at the same chunk cost the same and are priced once.
     """
 
     question: Question
@@ -304,7 +303,7 @@ class Prices:
         return Cost(compute, fetch, 0.0, moved, self.question.machine.overhead)
 
     def _earlier(self, i: Forward) -> float:
-        """Return the seconds of fetching the keys of earlier chunks that a cell reads."""
+        """Return the seconds of fetching the earlier chunks' keys that a cell reads."""
         return streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
 
     def _backward(self, i: Backward) -> Cost:
@@ -331,7 +330,7 @@ class Prices:
         )
 
     def _put_away(self, i: Forward) -> float:
-        """Seconds of copying a cell's results into the program's buffers."""
+        """Return the seconds of copying a cell's results into the program's buffers."""
         spec, tokens = self.program.model.layers[i.layer], self._tokens(i.chunk)
         start, stop = self.program.share.keys.rows[i.chunk]
         size = tokens * self.saved_row(spec) if i.kept else 0
@@ -354,8 +353,8 @@ class Prices:
         return self._known[key]
 
     def attention(self, layer: int, chunk: int, *, backward: bool) -> float:
-        """Return the seconds of attention in one cell: a call per block of earlier keys, then the
-        square on the diagonal. Sparse attention adds the chosen pages."""
+        """Return the seconds of attention in one cell: a call per block of earlier keys, then a
+        causal call on the chunk's own keys. Sparse attention adds the chosen pages."""
         spec, layout = self.question.model.layers[layer], self.question.layout
         ranks = layout.sequence()
         start, stop = self.program.chunks[chunk]
@@ -380,7 +379,7 @@ class Prices:
         return seconds
 
     def _merge(self, spec: LayerSpec, queries: int, keys: int, backward: bool) -> float:
-        """Seconds of adding one block's partial result to that of earlier blocks."""
+        """Return the seconds of adding one block's partial result to that of earlier blocks."""
         model, batch = self.program.model, self.program.run.batch
         one = model.element_bytes + 2 * model.accumulate_bytes()
         keys //= self.question.layout.sequence()
@@ -446,18 +445,18 @@ class Prices:
         return self.collectives.gather(elements) + fetched
 
     def _own_bytes(self, elements: int, width: int) -> float:
-        """Bytes of a rank's shard that cross the link from main memory, or 0."""
+        """Bytes of a rank's shard that are copied to or from main memory, or 0."""
         away = self.question.weights is HOST and not self.program.streams()
         return elements * width * away / (fsdp_ranks(self.question) * self.question.layout.tensor)
 
     def reduce(self, group: int) -> float:
-        """Return the seconds of the reduce-scatter of a group's weight gradients when the group
-        closes. Every pipeline stage has a shard of the modules outside the layers."""
+        """Return the seconds of the reduce-scatter of a group's weight gradients after its
+        backward. Every pipeline stage has a shard of the modules outside the layers."""
         first = self.program.own_groups()[0]
         return self._reduce(self.program.groups[group], is_first=group == first)
 
     def _times(self, layers: Range) -> Iterator[tuple[int, int]]:
-        """Yield the group's layers, each with the number of layers that it represents in a fold."""
+        """Yield the group's layers, each with the number of layers it represents (see `fold`)."""
         counts = self.counts or (1,) * len(self.question.model.layers)
         return ((layer, counts[layer] // counts[layers[0]]) for layer in range(*layers))
 
@@ -480,9 +479,9 @@ class Prices:
         return self.gathers_of(groups) if self.program.trains() else self.gathered_once(groups)
 
     def gathers_of(self, groups: Sequence[Range]) -> float:
-        """Return the seconds per step of FSDP's gathers and reductions with these groups. Weights
-        of a group are gathered for its forward and again for its backward; those of the last group
-        once, unless the head runs in between."""
+        """Return the seconds per step of FSDP's gathers and reductions with these groups. A group's
+        weights are gathered for its forward and again for its backward; those of the last group
+        only once, unless the head runs in between."""
         last = len(groups) - (not self.question.loss.is_cut)
         seconds = 0.0
         for group, layers in enumerate(groups):
@@ -491,7 +490,7 @@ class Prices:
         return seconds
 
     def gathered_once(self, groups: Sequence[Range]) -> float:
-        """Return the seconds of gathering these groups for one pass."""
+        """Return the seconds of gathering the weights of these groups for one pass."""
         return sum(self.gather(layer) for group in groups for layer in range(*group))
 
     # -- weights in main memory --------------------------------------------------------------------
@@ -513,8 +512,8 @@ class Prices:
         return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
 
     def _begin(self, size: int) -> float:
-        """Return the seconds of setting up the sums of gradients: fetched from earlier batches, or
-        zeroed. Several ranks add earlier batches last."""
+        """Return the seconds of preparing the sums of gradients: sums of earlier batches are
+        fetched, else zeroed. Several ranks add earlier batches last."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 
@@ -523,8 +522,8 @@ class Prices:
         return Cost(evict=size / self.evict_rate())
 
     def updated(self) -> tuple[float, ...]:
-        """Return the seconds after which each group's weights are updated, for a step that starts
-        together with the update. The modules outside the layers are updated first."""
+        """Return, for each group, the seconds until its weights are updated, if the step and the
+        update start together. The modules outside the layers are updated first."""
         model = self.question.model
         rate = update_seconds(self.question) / max(1, model.trainable)
         sizes = [
@@ -542,13 +541,13 @@ class Prices:
         return fetched + self._begin(sums), sums / self.evict_rate()
 
     def streamed_once(self, groups: Sequence[Range]) -> float:
-        """Seconds of fetching these groups' weights and the outer modules' weights, once."""
+        """Seconds of fetching once the weights of these groups and those outside the layers."""
         size = sum(self._group_bytes(group, gradients=False) for group in (*groups, None))
         return size / self.fetch_rate()
 
     def weight_slots(self, groups: Sequence[Range], gradients: bool) -> int:
-        """Return the device bytes of the slots for streamed weights: two for groups in turn, one
-        for the modules outside the layers."""
+        """Return the device bytes of the slots for weights from main memory: two that groups use in
+        turn, and one for the modules outside the layers."""
         rings = [groups[0::2], groups[1::2], [None]]
         found = [
             [self._group_bytes(group, gradients=gradients) for group in ring] for ring in rings
@@ -561,18 +560,18 @@ class Prices:
         return row_bytes(kind, self.program.model, spec, self.program.run.batch)
 
     def saved_row(self, spec: LayerSpec) -> int:
-        """Return the bytes per token of activations that only a saved graph needs."""
+        """Bytes per token of activations that are copied only if the cell's graph is saved."""
         return self.program.run.batch * spec.activation_bytes
 
     # -- rates -----------------------------------------------------------------------------------
 
     def fetch_rate(self) -> float:
-        """Return the bytes per second from host to device, while all devices share main memory."""
+        """Return the bytes per second from host to device while all devices use main memory."""
         machine = self.question.machine
         return self._shared(machine.fetch_together if self.together else machine.fetch)
 
     def evict_rate(self) -> float:
-        """Return the bytes per second from device to host."""
+        """Return the bytes per second from device to host while all devices use main memory."""
         machine = self.question.machine
         return self._shared(machine.evict_together if self.together else machine.evict)
 
@@ -585,8 +584,8 @@ class Prices:
         return size / self.question.machine.memory
 
     def _gradient_traffic(self, *, product: bool = False) -> int:
-        """Return the bytes per element that adding dW to its sum reads and writes. A product that
-        adds to the sum itself does not write dW."""
+        """Return the bytes per element that are read and written to add a weight's gradient to its
+        sum. A product that adds to the sum itself does not write the gradient."""
         model, written = self.program.model, -1 if product and self.question.adds else 1
         return 2 * model.accumulate_bytes() + written * model.element_bytes
 

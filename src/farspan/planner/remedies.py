@@ -1,5 +1,4 @@
-"""Explain why a plan was chosen, or what breaks when none fits and which changes would make one
-fit.
+"""Explain why a plan was chosen, or what runs out if none fits and which changes make one fit.
 
 Kinds of changes are tried in this order, up to a number of tries, and the first that helps of each
 kind is named: changes that cost nothing and keep the results, that cost nothing and do not, that
@@ -41,8 +40,8 @@ def remedies_of(
     tries: int = TRIES,
     seconds: Callable[[Question], float] = lambda _: 0.0,
 ) -> tuple[Remedy, ...]:
-    """Return changes with which some plan fits, the cheapest first. Empty if none of the first
-    `tries` changes helps. The first few have the `seconds` of their step."""
+    """Return changes to the question with which some plan fits, the cheapest first; empty if none
+    of the first `tries` changes helps. The first few have the `seconds` of their step."""
     count = 0
     found: list[Remedy] = []
 
@@ -119,7 +118,7 @@ def _on_host(question: Question) -> Changes:
 
 
 def _on_disk(question: Question) -> Changes:
-    """Yield states on a drive, for one device whose AdamW states would lie in main memory."""
+    """Yield moves of AdamW's states to a drive, for one device that has them in main memory."""
     exact = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
     exact = exact and not (question.open.drive or question.open.apart)
     if not exact or question.layout.devices() > 1 or question.machine.unified:
@@ -180,7 +179,7 @@ def _adapters(question: Question) -> Changes:
 
 
 def _quantized(question: Question) -> Changes:
-    """Yield quantized frozen weights, which need adapters."""
+    """Yield the change to quantized frozen weights, which only models with adapters have."""
     profiles, rank = question.profiles, question.adapter_rank()
     if profiles is None or not rank or question.nf4 or question.dtype == "float64":
         return
@@ -211,7 +210,7 @@ def _memory(question: Question) -> Changes:
 
 
 def _at_least(size: int) -> tuple[str, int]:
-    """Return a size as an option takes it, rounded up: its text, and its bytes."""
+    """Return a size, rounded up, as text for an option and as bytes."""
     unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
     count = -(-size // unit)
     return f"{count}{name}", count * unit
@@ -243,8 +242,8 @@ def _sharing(question: Question, most: int) -> Changes:
 
 
 def _cards(question: Question) -> Changes:
-    """Yield machines with more GPU memory to suggest, smallest first, at least 10% apart in
-    memory."""
+    """Yield machines with more GPU memory, smallest first, each at least 10% above the one
+    before."""
     here = question.machine
     usual = find_machine(here.name) if here.name in names() else None
     if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):
@@ -302,7 +301,7 @@ PARTS = {
 
 
 def place_words(question: Question) -> str:
-    """Return words for the tiers of states, weights and gradients; the device is implied."""
+    """Return words for the tiers of optimizer states, weights and gradients, for a report."""
     on_host, states = question.weights is Tier.HOST, STATES[question.optimizer]
     if question.machine.unified:
         return "all in main memory"
@@ -325,8 +324,8 @@ def part_words(part: str) -> str:
 
 
 def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
-    """Return one or two sentences on why the plan was chosen."""
-    parts = [_choices(plan), *_given(plan, others)]
+    """Return words that say why the plan was chosen."""
+    parts = [_choices(plan), *_dearer(plan, others)]
     if plan.tight:
         parts.append("no plan leaves the margin free")
     slower = [o for o in others if o.fit is plan.fit and o.strategy != plan.strategy]
@@ -340,8 +339,8 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     return "; ".join(parts)
 
 
-def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
-    """Yield the extra memory that the fastest plan would take, if another plan was preferred."""
+def _dearer(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
+    """Yield words for the extra memory of the fastest plan, if a slower plan was preferred."""
     like = (other for other in others if other.fit is plan.fit)
     fastest = min(like, key=Plan.rank, default=plan)
     ratio = fastest.seconds.total / plan.seconds.total
@@ -354,7 +353,7 @@ def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
 
 
 def breaks_first(plan: Plan) -> str:
-    """Return a sentence on the tier that is too small: by how much, and which tensors fill it."""
+    """Return a sentence on the tier that is too small: by how much, and its largest tensors."""
     tier, budget = fuller(plan)
     largest = sorted(filter(budget.parts.get, budget.parts), key=lambda part: -budget.parts[part])
     fills = " and ".join(
@@ -371,7 +370,7 @@ def breaks_first(plan: Plan) -> str:
 
 
 def fuller(plan: Plan) -> tuple[Tier, Budget]:
-    """Return the tier that is too small, or else the tier with the least left."""
+    """Return the tier that is too small, the fuller if both are; if the plan fits, the device."""
     device_share = plan.device.total / max(1, plan.device.limit)
     host_share = plan.host.total / max(1, plan.host.limit)
     if plan.host.left >= 0 or (plan.device.left < 0 and device_share >= host_share):

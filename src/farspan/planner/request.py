@@ -1,4 +1,4 @@
-"""Questions for the planner, and its answers.
+"""Questions (requests to the planner) and the plans that answer them.
 
 The margin is memory that a plan leaves free for allocations outside any program: on a device
 fragments of the allocator, libraries' workspaces that grow with a call, and messages between
@@ -52,8 +52,8 @@ class Margin:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Parts of a question's placement that the planner may choose (`plans.placements`). Parts that
-    are not open stay as `Question.optimizer` and `Question.weights` say."""
+    """Tiers that the planner may choose for states and weights (`plans.placements`). All others
+    stay as `Question.optimizer` and `Question.weights` say."""
 
     states: bool = False  # of AdamW
     weights: bool = False  # with their gradients
@@ -92,12 +92,12 @@ class Question:
     profile: ModelProfile | None = None  # of `profiles`, as the machine runs it
 
     def adapter_rank(self) -> int | None:
-        """Rank of LoRA on every linear module, 0 without LoRA, or None if unknown."""
+        """Return the rank of LoRA on every linear module, 0 without LoRA, or None if unknown."""
         return None if self.profile is None else self.profile.variant.rank
 
     def variant(self, rank: int | None) -> Variant:
-        """Return the profile variant of the model on this machine, with adapters of this rank. A
-        GPU in 16 or 32 bits uses farspan's own kernels, unless the question says otherwise."""
+        """Return the model's profile variant on this machine, with adapters of this rank. A GPU in
+        16 or 32 bits runs farspan's own kernels unless the question or its layout excludes them."""
         whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
         adds = whole and self.kernels.accumulate
@@ -124,7 +124,7 @@ class Question:
 
     @property
     def adds(self) -> bool:
-        """Return whether matrix products add weight gradients to their sums."""
+        """Return whether matrix products add weight gradients to their sums directly."""
         return self.profile is not None and self.profile.variant.adds
 
     def longest(self) -> int | None:
@@ -136,7 +136,7 @@ class Question:
         return self.profile is not None and self.profile.learned_positions
 
     def near(self) -> int:
-        """Return the number of the layout's devices on one node."""
+        """Return how many of the layout's devices are in one node."""
         return min(self.machine.devices, self.layout.devices())
 
     def host_share(self) -> int:
@@ -176,9 +176,9 @@ DISTILLED = 64  # default ids per token whose log-probabilities a teacher gives
 def loss_of(
     kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
 ) -> Objective:
-    """Return a loss by its names. `adapters` says whether adapters are trained; a loss that needs a
-    reference has a stored one unless `reference` names another; `ids` is for distillation. Raises
-    UnsupportedError naming the field."""
+    """Return the loss of these names. `adapters` says whether only adapters are trained; a loss
+    that needs a reference reads its stored values unless `reference` names another way; `ids` is
+    the number of tokens that distillation compares. Raises UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
     loss = LossKind(kind)
@@ -200,7 +200,7 @@ def loss_of(
 
 
 def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
-    """Return how well a plan's bytes fit a question's machine."""
+    """Return how well the bytes of a plan fit the machine of the question."""
     if min(device.left, host.left) < 0:
         return Fit.NOT
     margin = question.margin
@@ -215,7 +215,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of one step, in total and busy on each lane of the machine."""
+    """Seconds of one step, in total and busy on each queue of the machine."""
 
     total: float
     compute: float  # cells, head, embedding
@@ -228,8 +228,8 @@ class Seconds:
     beside: float = 0.0  # the part of the update that overlaps with the next step
 
     def exposed(self, *, overlap: bool) -> float:
-        """Return the seconds in which the device computes nothing because it waits, for copies,
-        messages or, with `overlap`, kernel launches. 0 if it is no more than rounding."""
+        """Return the seconds in which the device computes nothing, since it waits for copies,
+        messages or, with `overlap`, kernel launches. 0 if the wait is no more than rounding."""
         found = self.total - self.compute - self.optimizer - (0.0 if overlap else self.host)
         return found if found > ROUNDING * self.total else 0.0
 
@@ -297,14 +297,14 @@ class Plan:
     @property
     def hides(self) -> bool:
         """Return whether a query may not see tokens that dense attention would show it. Layers with
-        a window hide none, since they stay dense."""
+        a sliding window hide none, since they stay dense."""
         sparse = self.schedule.sparse
         return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 
     def rank(self) -> tuple[int, float, float]:
         """Return a sort key: first plans that fit and leave the margin, the fastest first; then
-        tight plans; then plans that do not fit, by the bytes missing on the device, then in main
-        memory, which is easier to extend. On unified memory both count together."""
+        plans that fit without it; then plans that do not fit, by the bytes missing on the device,
+        then in main memory, which is easier to extend. On unified memory the sum of both counts."""
         if self.fits:
             return -self.fit, self.seconds.total, 0.0
         device, host = -min(0, self.device.left), -min(0, self.host.left)
@@ -382,7 +382,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def read_margin(given: str | int) -> float | int:
-    """Return a margin of 3GiB, 5% or 0 as bytes or a float share. Raises UnsupportedError."""
+    """Convert a margin such as 3GiB, 5% or 0 to bytes or a float share. Raises UnsupportedError."""
     match = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
     if match is not None and float(match[1]) < 100:
         return float(match[1]) / 100
@@ -399,9 +399,9 @@ def read_margin(given: str | int) -> float | int:
 
 def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
     """Return the bytes that a plan should leave free on a device and in a node's main memory.
-    `given` is a size or a share, which includes the machine's reserve. None means `SHARE` of a
-    device, and no margin of main memory, whose reserve is enough. On unified memory only the host
-    has a margin. Raises UnsupportedError."""
+    `given` is bytes, or a share that includes the machine's reserve. None means a share of `SHARE`
+    of a device, and no margin of main memory, whose reserve is enough. On unified memory only the
+    host has a margin. Raises UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
     host = 0 if given is None else _share_bytes(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:
@@ -415,7 +415,7 @@ def _share_bytes(size: float | int, free: int, reserve: int) -> int:
 
 
 def with_room(question: Question) -> Question:
-    """Return the question for a machine without its margin, so that a plan that fits leaves it."""
+    """Return the question with a machine smaller by the margin; a plan that fits leaves it free."""
     margin, machine = question.margin, question.machine
     if margin == Margin():
         return question
@@ -428,7 +428,7 @@ def with_room(question: Question) -> Question:
 
 
 def of_whole(question: Question, plan: Plan) -> Plan:
-    """Return a plan made for `with_room` as a plan of the original question."""
+    """Return a plan made for the question of `with_room` as a plan of the original question."""
     more = question.host_share() - plan.question.host_share()
     on_device = question.machine.device_bytes - plan.question.machine.device_bytes
     on_device = more if question.machine.unified else on_device

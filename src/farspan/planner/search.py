@@ -59,7 +59,7 @@ KINDS = 27  # kinds of kept choices for each split, numbered by SaveCounts.alike
 
 @dataclass(slots=True)
 class Choices:
-    """N choices of a grid that are not simulated yet, by their bound of time, then bytes."""
+    """N schedules of a grid that are not simulated yet, by their bounds of time, then of bytes."""
 
     index: Index  # into the grid, [K, F, T], flattened
     seconds: Array
@@ -110,9 +110,9 @@ class SearchEffort:
 
 
 class Frontier:
-    """Choices of one grid that are not simulated yet, opened only when needed. `lowest` bounds the
-    seconds of every choice left, `bound` those of all choices. Most grids are never opened: all
-    their choices, or those that fit (`settle`), are slower than the best plan."""
+    """Schedules of one grid that are not simulated yet, listed only when needed (`open`). `lowest`
+    is a lower bound of the seconds of those left, `bound` of all. Most grids are never opened:
+    their schedules, or those that fit (`settle`), are all slower than the best plan."""
 
     def __init__(
         self,
@@ -143,25 +143,25 @@ class Frontier:
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
-        """Recompute the lower bound of time over only the choices whose memory may fit."""
+        """Raise the lower bound of time to that of the schedules whose memory may fit."""
         self.is_settled = True
         self._bound(self.fits())
 
     def in_line(self) -> "Frontier":
-        """Return a copy that bounds seconds as if nothing overlapped."""
+        """Return a copy whose bounds of time assume that nothing overlaps."""
         twin = copy(self)
         twin.is_in_line, twin.known = True, set()
         twin._bound(not self.is_settled)
         return twin
 
     def open(self, best: float, cells: "TransientCache") -> None:
-        """List all choices that may fit and may be faster than `best` seconds."""
+        """List the schedules that may fit and may take less than `best` seconds, fastest first."""
         every = self.within(best, cells)
         self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
     def within(self, limit: float, cells: "TransientCache") -> Choices:
-        """Return the choices that may fit and take under `limit` seconds, in no order. Transient
-        bytes of cells are not counted yet."""
+        """Return the schedules that may fit and take less than `limit` seconds, unordered. The
+        transient bytes of their cells are not counted yet."""
         times = slowest(self.grids, in_line=self.is_in_line)
         found, devices = taken(self.grids)
         devices += np.stack([cells.least(grid) for grid in self.grids])[..., None]
@@ -183,8 +183,8 @@ class Frontier:
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
     def step(self, cells: "TransientCache") -> Schedule | None:
-        """Return the schedule of the fastest choice and remove the choice; return None if the
-        transient bytes of its kind were counted only now, which may reorder the choices."""
+        """Remove the fastest schedule and return it. Return None if bytes that its cells allocate
+        briefly were counted only now, since another schedule may then be the fastest that fits."""
         choices = self.choices
         assert choices is not None
         kind = int(choices.kind[0])
@@ -201,13 +201,13 @@ class Frontier:
         self.known.add(kind)
         self.effort.walk()
         members = choices.kind == kind
-        choices.devices[:, members] += self.held(kind, cells)
+        choices.devices[:, members] += self.transients(kind, cells)
         choices.device[members] = fullest(self.grids, choices.devices[:, members])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
-    def held(self, kind: int, cells: "TransientCache") -> Array:
-        """Transient bytes of a kind's cells beyond those in `within`, [S, 1] for S kinds of
-        rank."""
+    def transients(self, kind: int, cells: "TransientCache") -> Array:
+        """Return the bytes that cells allocate briefly in one kind of schedules (equal split,
+        chunks saved alike), beyond those that `within` counts, [kinds of rank, 1]."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:
@@ -232,7 +232,7 @@ class Frontier:
 
 
 class _Queue:
-    """Priority queue of frontiers by their lower bound of time."""
+    """Priority queue of grids (`Frontier`) by the lower bound of the seconds of their schedules."""
 
     def __init__(self, frontiers: Sequence[Frontier]) -> None:
         self._heap = [(f.lowest, at, f) for at, f in enumerate(frontiers) if f.lowest < INFINITE]
@@ -251,12 +251,12 @@ class _Queue:
 
     @property
     def lowest(self) -> float:
-        """Lower bound of the seconds of every choice left."""
+        """Lower bound of the seconds of every schedule that is not simulated yet."""
         return self._heap[0][0] if self._heap else INFINITE
 
     def step(self, best: float, cells: "TransientCache") -> Schedule | None:
-        """Take one step on the frontier with the lowest bound: open it, or return its next
-        schedule. Opening leaves out choices that cannot be faster than `best` seconds."""
+        """Take one step on the grid with the lowest bound: list its schedules, leaving out those
+        that cannot take less than `best` seconds, or return its next schedule."""
         _, at, frontier = heapq.heappop(self._heap)
         schedule = None
         if frontier.choices is None:
@@ -269,14 +269,14 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, by kind of choice, shared by all grids."""
+    """Bytes that cells allocate briefly, by kind of schedule (one split, chunks saved alike)."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, grid: ScheduleGrid) -> Array:
-        """Bytes by which modules outside the layers exceed each choice's bound, [K, F]."""
+        """Bytes by which modules outside the layers exceed each bound, [splits, save counts]."""
         chunk = grid.schedule.chunk
         if chunk not in self._outside:
             given = grid.schedule
@@ -285,7 +285,7 @@ class TransientCache:
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(grid)))
 
     def beyond(self, grid: ScheduleGrid, split: int, alike: int) -> float:
-        """Least bytes by which the cells of one kind exceed their bound of memory."""
+        """Fewest bytes by which the cells of one kind of schedule exceed their memory bound."""
         saves, s, sizes = grid.saves, grid.schedule, grid.splits.sizes[split]
         members = saves.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
@@ -296,7 +296,7 @@ class TransientCache:
         if key not in self._known:
             own = s if grid.splits.kind.is_stage else replace(s, groups=sizes)
             self._known[key] = quick.transient(grid.cell_prices, own, *most, walked)
-        held = grid.splits.held[split]
+        held = grid.splits.split_states[split]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
         return float(gradients - momentary(grid)[split, np.flatnonzero(members)[0]])
 
@@ -314,9 +314,9 @@ def footprint(plan: Plan) -> Footprint:
 
 
 def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
-    """Return the plan with the least footprint among those that are nearly as fast as the fastest.
-    Only plans with the best `fit` count; they may take a fraction of `tolerance` longer than the
-    fastest. Of equal footprints the fastest wins."""
+    """Return the plan with the least footprint (main memory, then device memory) among those that
+    take at most a fraction `tolerance` longer than the fastest. Only plans with the best `fit`
+    count. Of equal footprints the fastest wins."""
     found = list(plans)
     most = max(plan.fit for plan in found)
     fitting = [plan for plan in found if plan.fit is most]
@@ -326,7 +326,7 @@ def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
 
 
 def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the plan to run, the lightest if any fits, and the other plans by rank."""
+    """Return the plan to run (the `lightest` if any fits) and all other plans by rank."""
     ranked = sorted(plans, key=Plan.rank)
     best = lightest(ranked) if ranked[0].fits else ranked[0]
     return best, tuple(plan for plan in ranked if plan is not best)
@@ -334,7 +334,7 @@ def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
-    """A schedule with the lower bound of its footprint, ordered by that bound."""
+    """A schedule with a lower bound of its footprint (bytes of main memory, then of the device)."""
 
     footprint: Footprint
     at: int  # index of its frontier
@@ -344,7 +344,7 @@ class _Candidate:
 
 
 class FootprintSearch:
-    """Search for the least footprint among choices that the search for time has bounded."""
+    """Search for the least memory among schedules nearly as fast as the fastest."""
 
     def __init__(
         self, question: Question, frontiers: Sequence[Frontier], cells: TransientCache
@@ -355,8 +355,8 @@ class FootprintSearch:
         self.simulated = 0
 
     def search(self, best: Plan, limit: float, effort: SearchEffort) -> Plan:
-        """Return the plan with the least footprint that takes at most `limit` seconds, or `best` if
-        no plan takes less memory; when the effort is spent, the best plan so far."""
+        """Return the plan with the least memory that takes at most `limit` seconds, or `best` if no
+        plan takes less memory; when the effort is spent, the best plan so far."""
         heap = list(self._near(best, limit))
         heapq.heapify(heap)
         while heap and heap[0].footprint < footprint(best):
@@ -373,7 +373,7 @@ class FootprintSearch:
         return best
 
     def _near(self, best: Plan, limit: float) -> Iterator[_Candidate]:
-        """Yield candidates whose bounds allow them to be fast enough and smaller than `best`."""
+        """Yield schedules that by their bounds may be fast enough and smaller than `best`."""
         least = footprint(best)
         for at, frontier in enumerate(self.frontiers):
             if frontier.bound > limit * (1 + SLACK):
@@ -391,10 +391,10 @@ class FootprintSearch:
                 )
 
     def _counted(self, candidate: _Candidate) -> _Candidate:
-        """Return the candidate with the transient bytes of its kind added to its footprint."""
+        """Return the candidate with the transient bytes of its cells added to its footprint."""
         host, device = candidate.footprint
         # The kind of rank with the least, since any kind may be the fullest.
-        device += float(self.frontiers[candidate.at].held(candidate.kind, self.cells).min())
+        device += float(self.frontiers[candidate.at].transients(candidate.kind, self.cells).min())
         return replace(candidate, footprint=(host, device), is_counted=True)
 
     def _plan(self, candidate: _Candidate, effort: SearchEffort) -> Plan | None:
@@ -423,7 +423,7 @@ LEAST_SECONDS = 0.4  # and at least this many seconds, since it saves tens of Gi
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Best plan that a search found, and a lower bound for all others."""
+    """Best plan that a search found, and a lower bound of the seconds of all others."""
 
     best: Plan | None  # None: nothing fits, or nothing that fits was found in time
     fastest: Plan | None  # `best`, or the plan that it replaced because it takes fewer bytes
@@ -437,7 +437,7 @@ class Outcome:
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """Largest fraction by which a plan is slower than the optimum of at least `lowest` seconds."""
+    """Largest fraction by which a plan is slower than an optimum of at least `lowest` seconds."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1
@@ -452,12 +452,12 @@ def search(
     near: float = SLACK,
 ) -> Outcome:
     """Return the fastest schedule of the space by simulation, or `best` if none is faster. Among
-    schedules that take at most a fraction of `tolerance` longer than the fastest, the one with the
-    least footprint wins.
+    schedules that take at most a fraction `tolerance` longer than the fastest, the one that takes
+    the least memory wins (main memory first).
 
     The search stops when nothing is left that may be faster by a fraction of `near`. `seconds` are
     those of `SearchEffort`, so any machine finds the same schedule; at most an eighth more, or
-    `LEAST_SECONDS`, go to the footprint. Raises UnsupportedError for an impossible layout.
+    `LEAST_SECONDS`, are spent to save memory. Raises UnsupportedError for an impossible layout.
     """
     refuse_layout(question)
     if states_do_not_fit(question):
@@ -494,8 +494,8 @@ def search(
 def _first_in_line(
     question: Question, frontiers: Sequence[Frontier], cells: TransientCache, effort: SearchEffort
 ) -> Plan | None:
-    """Return the fitting plan that is fastest if nothing overlaps. Where copies overlap many
-    schedules have nearly the same bound; this plan is close to the fastest, and soon found."""
+    """Return the plan that is fastest if nothing overlaps, among those that fit. If copies overlap,
+    many schedules have nearly the same bound; this plan is close to the fastest, and soon found."""
     effort.bound(frontiers)
     queue = _Queue([frontier.in_line() for frontier in frontiers])
     while queue.lowest < INFINITE and not effort.is_spent:
@@ -519,12 +519,10 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
-    """Return the plans with better `loss_chunk_size` and `kv_block`, chosen for the first plan. A
-    plan stays as it is if the sizes do not fit it. No program is tried after `seconds` of
-    `SearchEffort`.
-
-    Their gaps assume that any schedule saves as much.
-    """
+    """Return the plans with better `loss_chunk_size` and `kv_block`, which are chosen for the first
+    plan. A plan stays as it is if it does not fit with them. After `seconds` of `SearchEffort` no
+    more programs are tried. Each plan's `gap` assumes that the new sizes shorten any step as
+    much."""
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)
@@ -536,7 +534,7 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort) -> Plan:
-    """Return the plan with the largest size that pays by its price, fits and saves time."""
+    """Return the plan with the largest of `sizes` that promises to pay, fits and does save time."""
     for tokens in reversed(_worth_having(plan, field, sizes)):
         if effort.is_spent:
             break
@@ -547,7 +545,7 @@ def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort
 
 
 def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that each save at least `WORTH` of the step, by their prices."""
+    """Return the sizes that each save at least a fraction `WORTH` of the step, by their prices."""
     found, known = list[int](), _work(plan, plan.schedule)
     for tokens in sizes:
         work = _work(plan, _with(plan.schedule, field, tokens))
@@ -559,7 +557,7 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 
 def _work(plan: Plan, schedule: Schedule) -> float:
     """Seconds of the head and of one forward and backward of every cell; other costs do not depend
-    on sizes. With sparse attention only the head counts, since only its size is chosen."""
+    on the sizes. With sparse attention only the head counts, since only its size is chosen."""
     cell_prices = CellPrices(plan.question, schedule)
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
@@ -574,7 +572,7 @@ def _work(plan: Plan, schedule: Schedule) -> float:
 
 
 def _resized(plan: Plan, schedule: Schedule, effort: SearchEffort) -> Plan:
-    """Return the plan with a schedule that differs only in `loss_chunk_size` or `kv_block`. Returns
+    """Return the plan with a schedule that differs only in `loss_chunk_size` or `kv_block`. Return
     `plan` if the new plan fits less well, or takes more memory although `plan` is tight."""
     found = simulated(plan.question, plan.strategy, schedule, effort)
     if found is None:

@@ -49,8 +49,8 @@ PARTS_OF_ACTIVATIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Choices that a search combines into schedules: chunk sizes, splits into groups, save
-    fractions, tiers of K, V. Tiers of x, attention and activations are always open."""
+    """Choices that a search combines into schedules: chunk sizes, splits of the layers into groups,
+    save fractions, tiers of K, V. Tiers of x, attention and activations are always open."""
 
     chunks: tuple[int, ...]
     splits: tuple[Split, ...]
@@ -62,14 +62,14 @@ class Space:
     weights: Tier = Tier.DEVICE
 
     def schedules(self) -> Iterator[Schedule]:
-        """Yield one schedule for every chunk, split and set of switches that makes a difference."""
+        """Yield one schedule for each chunk size, split and set of switches, without duplicates."""
         for chunk in self.chunks:
             for split in self.splits:
                 for base in self._switches(split):
                     yield replace(base, chunk=chunk, groups=split)
 
     def grids(self) -> Iterator[tuple[Schedule, tuple[Split, ...]]]:
-        """Yield `schedules` grouped by chunk size and switches: one of them, and all splits."""
+        """Yield a schedule for each chunk size and set of switches, with all its splits."""
         found: dict[Schedule, list[Split]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
@@ -121,7 +121,7 @@ def whole_space(question: Question) -> Space:
 
 
 def leanest(question: Question) -> Space:
-    """Return the part of the space that takes the least memory: it saves nothing that can be
+    """Return the part of the space that takes the least memory: nothing is saved that can be
     recomputed, and chunks are short, since a cell's memory grows with its chunk."""
     whole = whole_space(question)
     return replace(whole, chunks=whole.chunks[:2], attention=(0.0,), activations=(0.0,), lean=True)
@@ -153,15 +153,15 @@ def splits(model: ModelSpec) -> tuple[Split, ...]:
 
 
 def even(layers: int, groups: int) -> tuple[int, ...]:
-    """Return sizes that differ by at most one; larger groups come last and recompute less."""
+    """Return group sizes that differ by at most one; larger groups come last and recompute less."""
     size, more = divmod(layers, groups)
     return (size,) * (groups - more) + (size + 1,) * more
 
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
-    """Return the group sizes whose fullest backward holds the fewest bytes per token. Counted are
-    the hidden states between the groups below, the gradient of the group's output unless the head
-    makes it, and the group's K, V, dK, dV."""
+    """Return the group sizes, first the largest, that hold the fewest bytes per token while the
+    fullest group runs backward. The hidden states between the groups below, the gradient of the
+    group's output unless the head makes it, and the group's K, V, dK, dV count."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
     # Recurrent layers have no K, V; those that attend are dealt evenly among them.
@@ -170,7 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """Return the largest group sizes under a level, at least one layer each."""
+        """Return the largest sizes of at least one layer that hold up to `level` bytes."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
@@ -211,7 +211,7 @@ class _Layer:
 
 
 def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
-    """Return alpha for a schedule that runs layer by layer and saves x, O and LSE on the host."""
+    """Return MEMO's alpha for a schedule that runs layer by layer and has x, O, LSE on the host."""
     cell_prices = CellPrices(question, schedule)
     layer = _widest(cell_prices)
     prices = cell_prices.prices
@@ -232,7 +232,7 @@ def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
 
 
 def with_alpha(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule with alpha solved, rounded down to whole chunks."""
+    """Return the schedule that saves activations of MEMO's alpha of the tokens, in whole chunks."""
     layout, alpha = question.layout, solve_alpha(question, schedule).value
     chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
     tokens = chunks[-1][1]
@@ -259,7 +259,7 @@ def _widest(cell_prices: CellPrices) -> _Layer:
                 ),
                 others=float(cell),
                 forward=cell_prices.lanes.forward[spec].seconds(overlap=beside),
-                again=cell_prices.lanes.given[spec].seconds(overlap=beside),
+                again=cell_prices.lanes.given_attention[spec].seconds(overlap=beside),
                 backward=cell_prices.lanes.backward[spec].seconds(overlap=beside),
             )
         )
@@ -283,7 +283,7 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
 
 
 def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
-    """Return 1 if the device has room for two cells' rounding buffers, else 0."""
+    """Return 1 if the device has room for MEMO's two rounding buffers, a cell each, else 0."""
     question = cell_prices.question
     if question.machine.unified:
         return 1.0

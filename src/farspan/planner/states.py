@@ -25,8 +25,8 @@ INPUT_BYTES = 3 * INDEX_BYTES
 class Sharing:
     """Number of devices that share weights, gradients and optimizer states.
 
-    With tensor parallelism a device has 1 / T of a chunk's tokens between a layer's blocks
-    (attention and MLP), and gathers the tokens of all T devices into each block. So a block
+    With tensor parallelism over T devices, each has 1 / T of a chunk's tokens between a layer's
+    blocks (attention and MLP), and gathers the tokens of all T devices into each block. So a block
     multiplies, and saves for the backward, all tokens of the chunk.
     """
 
@@ -36,7 +36,7 @@ class Sharing:
     stages: int = 1  # of a pipeline, which also share the modules outside the layers
 
     def own(self, layers: int, outer: int) -> int:
-        """Return one device's share of elements or bytes, in the layers and outside."""
+        """Return one device's share of sizes in the layers and outside, in elements or bytes."""
         return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
@@ -44,8 +44,8 @@ class Sharing:
         return -(-size // self.tensor)
 
     def gathered(self, hidden_bytes: int) -> int:
-        """Return the bytes of gathered tokens of other devices in a layer's graph. `hidden_bytes`
-        is the hidden state of the device's own part of a chunk."""
+        """Return the bytes of other devices' tokens that a layer's graph saves. `hidden_bytes` is
+        the size of the hidden states of this device's part of a chunk."""
         return BLOCKS * (self.tensor - 1) * hidden_bytes
 
 
@@ -55,9 +55,9 @@ ALONE = Sharing()
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of weights, gradients and optimizer states on one device. `gathered`: weights that FSDP
-    gathers for the open group and for the modules outside the layers. `accumulators`: fp32 sums of
-    their gradients, 0 where `.grad` is wide enough to be the sum."""
+    """Bytes of weights, gradients and optimizer states on one device. `gathered` are weights that
+    FSDP gathers for one group and for the modules outside the layers. `accumulators` are the fp32
+    sums of their gradients, 0 if `.grad` is wide enough to be the sum."""
 
     weights: int
     gathered: int
@@ -72,7 +72,7 @@ class States:
 
     @property
     def on_device(self) -> int:
-        """Bytes on the device throughout a step, without gradients."""
+        """Bytes on the device throughout a step, gradients not included."""
         return self.weights + self.reference + self.gathered + self.optimizer
 
     @property
@@ -91,7 +91,7 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
 
 
 def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Return `states` without a reference. `group_layers` are the layer ranges of the schedule's
+    """Return the `states` of the trained model alone. `group_layers` are the layer ranges of the
     groups. Whole weights on the host, and their gradients, pass through the program's buffers."""
     away = question.weights is Tier.HOST
     if away and not question.layout.cuts_weights():
@@ -127,7 +127,7 @@ def _packed(model: ModelSpec) -> int:
 
 
 def _states_on_host(question: Question) -> States:
-    """States with whole weights on the host. `.grad` is the sum over chunks if wide enough."""
+    """States of whole weights on the host, where `.grad` is the sum over chunks if wide enough."""
     model = question.model
     wide, final = model.accumulate_bytes(), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)
@@ -137,9 +137,9 @@ def _states_on_host(question: Question) -> States:
 
 
 def input_bytes(question: Question, tokens: int) -> int:
-    """Bytes of a batch on a rank with `tokens` of the sequence. A loss of log-probabilities adds,
-    for the whole sequence: tokens once more, each token's answer, the log-probabilities, inputs of
-    the loss, its gradient, and the reference's log-probabilities."""
+    """Return the bytes of a batch on a rank with `tokens` of the sequence. A loss of
+    log-probabilities adds, for the whole sequence: tokens once more, each token's answer, the
+    log-probabilities, inputs of the loss, its gradient, and the reference's log-probabilities."""
     batch, loss, model = question.run.batch, question.loss, question.model
     found = INPUT_BYTES * batch * tokens
     if not loss.is_cut:
@@ -168,8 +168,8 @@ def sharing_of(question: Question) -> Sharing:
 
 
 def _own(sharing: Sharing, elements: int, outer: int) -> int:
-    """Return one device's share of `elements`, of which `outer` lie outside the layers. Tensor
-    parallelism does not cut the latter."""
+    """Return one device's share of `elements`, of which `outer` lie outside the layers, where
+    tensor parallelism does not cut them."""
     return sharing.own(sharing.slice(elements - outer), outer)
 
 
@@ -177,8 +177,8 @@ WIDE = (Optimizer.ADAMW, Optimizer.HOST, Optimizer.DISK)
 
 
 def gradient_bytes(question: Question) -> int:
-    """Return the bytes per element of `.grad`. With AdamW, on any tier, and with `wide_gradients`,
-    it is as wide as the optimizer states and is itself the sum over chunks."""
+    """Return the bytes per element of `.grad`. With AdamW on any tier or with `wide_gradients`,
+    `.grad` is as wide as the optimizer states and is itself the sum over chunks."""
     model = question.model
     is_sum = question.wide_gradients or question.optimizer in WIDE
     return model.accumulate_bytes() if is_sum else model.element_bytes
@@ -216,7 +216,7 @@ def update_seconds(question: Question) -> float:
 
 
 def drive_bytes(question: Question) -> int:
-    """Return the bytes of one device's states on the drive, each read and written once an update. A
+    """Return the bytes of one device's states on the drive; an update reads and writes each once. A
     few sectors per parameter tensor are left out."""
     if question.optimizer is not Optimizer.DISK:
         return 0
@@ -226,7 +226,7 @@ def drive_bytes(question: Question) -> int:
 
 
 def drive_seconds(question: Question) -> float:
-    """Seconds of an update on the drive that the devices of one node share."""
+    """Return the seconds of reading and writing states on the drive that a node's devices share."""
     return 2 * drive_bytes(question) * question.near() / question.machine.disk
 
 
@@ -246,18 +246,17 @@ def _host_update(question: Question, final: int, element: int) -> float:
 
 
 def staged_elements(trainable: int) -> int:
-    """Elements in one slot, through which gradients and weights pass to the host."""
+    """Elements in one of the slots through which gradients and weights pass to the host."""
     return min(STAGED, trainable)
 
 
 def sectors(size: int) -> int:
-    """Return the size rounded up to whole sectors."""
     return -(-size // SECTOR) * SECTOR
 
 
 def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
-    """Return the bytes of optimizer states on one device and on the host, for its `trained`
-    elements.
+    """Return the bytes of optimizer states on one device and on the host, for the `trained`
+    elements of one device.
 
     Four bytes per parameter tensor, which count its updates, are left out. With moments of one byte
     an element, weights are rounded stochastically and have no master copy; tensors of fewer than
@@ -282,6 +281,6 @@ def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
 
 
 def _state_bytes(model: ModelSpec) -> int:
-    """Bytes of states per element: two moments, and a master copy of narrow weights."""
+    """Return the bytes of states per element: two moments, and a master copy of narrow weights."""
     wide = model.accumulate_bytes()
     return MOMENTS * wide + (wide if model.element_bytes < wide else 0)

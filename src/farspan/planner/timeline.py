@@ -1,4 +1,4 @@
-"""Simulate a program's instructions on a machine whose lanes work in parallel.
+"""Simulate a program's instructions on a machine whose lanes (queues) work in parallel.
 
     issue       F(0,0) F(1,0) F(0,1) F(1,1) B(1,1) ...
     compute     F(0,0)  F(1,0)  F(0,1)  F(1,1)  B(1,1) ...
@@ -12,13 +12,11 @@ buffer takes over are unused. The engine waits for the same (farspan.program.dep
 compares them): here ends are stored by place instead of by instruction, since a search asks for the
 times of programs of 400,000 instructions. A cell that streams its prefix from the host (FPDT 4.2)
 keeps the links busy while it computes: it begins with the first block and cannot end before the
-last has arrived. Blocks pass through two slots, so a block is fetched while the one before is in
-use, and not earlier.
+last has arrived. Blocks pass through two slots, so each is fetched while the one before is in use.
 
 The process that issues instructions is a lane, too. It runs ahead of the device, up to `AHEAD`
 cells: nothing begins before the process issues it, and no cell ends before its last kernel is
-issued. So a cell is late where issuing it takes longer than computing it; elsewhere issuing is
-hidden.
+issued. So a cell is late if issuing it takes longer than computing it.
 
 With `overlap=False` there is one lane, as for copies on the computing stream, and as on a CPU,
 which issues with the cores that compute.
@@ -63,8 +61,8 @@ IDLE = -1.0  # ready time of a lane that has no part in the instruction
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds of one step without the optimizer's update: in total, and busy seconds per lane.
-    `waited` are the seconds of waiting for an overlapping update."""
+    """Seconds of one step without the optimizer's update: in total, and for each queue the seconds
+    that it is busy. `waited` are the seconds of waiting for an overlapping update."""
 
     total: float
     compute: float
@@ -81,7 +79,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One instruction's time on one lane."""
+    """Time that one instruction takes on one queue (compute, fetch, evict, collective)."""
 
     lane: str
     start: float
@@ -99,7 +97,7 @@ class _LastUses:
 
 @dataclass(slots=True)
 class _LiveBuffer:
-    """A buffer between its Allocate and its Free, with the last uses of its chunks."""
+    """A buffer between its Allocate and its Free instructions, with the last uses of its chunks."""
 
     buffer: Buffer
     every: _LastUses  # any place, including the slot's
@@ -168,7 +166,7 @@ class _Clock:
         self.held[name] = _LiveBuffer(buffer, unused(), unused(), defaultdict(unused))
 
     def _set_ready(self, accesses: list[Access]) -> None:
-        """Set the time from which each lane may run its part of the instruction."""
+        """Set the time from which each lane (queue) may run its part of the instruction."""
         ready, held = self.ready, self.held
         ready[:] = IDLE, IDLE, IDLE
         for lane, name, place, writes in accesses:
@@ -179,7 +177,7 @@ class _Clock:
                     ready[lane] = end
 
     def _note_uses(self, accesses: list[Access]) -> None:
-        """Record when the instruction ends, as the last use of its buffers."""
+        """Record the end of the instruction as the last use of its buffers."""
         held, ends = self.held, self.ends
         for lane, name, place, writes in accesses:
             known, end = held[name], ends[lane]
@@ -193,7 +191,7 @@ class _Clock:
     # -- lanes ---
 
     def _start(self, lane: Lane) -> float:
-        """Return when the lane is free, its inputs are ready and the launch is done."""
+        """Return when the lane (queue) is free, its inputs are ready and the launch is done."""
         return max(self.free[lane], self.ready[lane], self.issued)
 
     def _occupy(self, lane: Lane, start: float, end: float) -> None:
@@ -272,10 +270,10 @@ class _Clock:
 def fold(
     layers: Sequence[Hashable], groups: Sequence[tuple[int, int]], *, inside: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return fewer layers that represent all layers of a program, the number of layers that each
-    represents, and the sizes of the remaining groups. Equal entries of `layers` are equal layers.
-    `inside` also folds layers within a group; set it to false if whole groups of weights are
-    copied, since the layers then have to take their full time."""
+    """Return a few layers that represent all layers of a program, the number of layers that each
+    represents, and the sizes of the groups that are left. Equal entries of `layers` are equal
+    layers. `inside` also folds layers within a group; set it to false if whole groups of weights
+    are copied, since the layers then have to take their full time."""
     kinds = [tuple(layers[first:stop]) for first, stop in groups]
     found, sizes = list[tuple[int, int]](), list[int]()
     for group, count in _folded(kinds, once=BETWEEN):
@@ -289,9 +287,9 @@ def fold(
 
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
-    """Return indices of entries that represent a whole row, each with the number of entries that it
-    represents. Both ends stay. Of each repeating period between them, `once` copies stay on either
-    side, and one represents all others."""
+    """Return indices of entries that represent all, each with the number of entries that it
+    represents. The first and the last entry stay. Of a period that repeats between them, the first
+    and last `once` copies stay, and one more copy represents the rest."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(
@@ -319,8 +317,8 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
 
 def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
     """Return a step's seconds without the update for a program with the layers of a `fold`, and the
-    seconds added by an update that runs `beside` it. One period counts for all that it represents,
-    which is exact if the lanes repeat their pattern by then."""
+    seconds added by an update that runs `beside` it. A layer that represents several is timed once
+    and multiplied, which is exact if the queues repeat their pattern by then."""
     costs = _costs(prices)
     alone = _Clock(prices, costs).run()
     return alone, _waited(prices, costs, alone) if beside else 0.0
@@ -334,8 +332,8 @@ def _waited(prices: Prices, costs: list[Cost], alone: float) -> float:
 def run_time(
     prices: Prices, *, overlap: bool, simulated: bool = True, beside: bool = False
 ) -> Timeline:
-    """Return the seconds of one step of the program in `prices`. Where lanes overlap and are not
-    `simulated`, the total is the busiest lane's, a lower bound. With an overlapping update
+    """Return the seconds of one step of the program in `prices`. If queues overlap but are not
+    `simulated`, the total is that of the busiest queue, a lower bound. With an overlapping update
     (`beside`) the step also waits for its weights."""
     costs = _costs(prices)
     gathers = prices.gathers()
@@ -357,7 +355,7 @@ def run_time(
 
 
 def spans(prices: Prices, *, beside: bool = False) -> tuple[Span, ...]:
-    """Return the start and end of each instruction on its lanes; see `run_time`."""
+    """Return the start and end of each instruction on its queues; see `run_time`."""
     updated = prices.updated() if beside else ()
     clock = _Clock(prices, _costs(prices), spans=[], updated=updated)
     clock.run()

@@ -1,6 +1,6 @@
 """Device memory that a step allocates outside the program's buffers.
 
-A cell's memory depends on its layer, its tokens, the keys before it and its mode. The walk goes
+A cell's memory depends on its layer, its tokens, the keys before it and its mode. A walk goes
 through the program and takes the bytes of each cell from the model's profile.
 """
 
@@ -49,7 +49,7 @@ LOSS = 8  # bytes of the step's accumulated loss
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Peak bytes of a walk (the planner's simulated step), without arenas, inputs and weights."""
+    """Peak bytes of a simulated step (a walk), without arenas, inputs and weights."""
 
     bytes: int
     gradients: int  # of all weights, at the end of a step
@@ -94,8 +94,8 @@ class Walk:
         sharing: Sharing = ALONE,
         accumulates: bool = False,
     ) -> None:
-        """Prepare a walk. `gradient_bytes` is the width of an element of `.grad`, by default the
-        model's. With `accumulates`, gradients of earlier batches exist from the beginning."""
+        """Prepare the simulation. `gradient_bytes` is the size of an element of `.grad`, by default
+        that of a weight. With `accumulates`, gradients of earlier batches exist from the start."""
         model, schedule = program.model, program.schedule
         self.program, self.profile = program, profile
         self.windows = [layer.window for layer in model.layers]
@@ -139,7 +139,7 @@ class Walk:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
-        """Allocate the gradients of all weights; where `.grad` is the sum, it is allocated once."""
+        """Allocate the gradients of all weights, without sums of them if `.grad` is the sum."""
         if not self.streams:
             outer = sum(self.outer_weights.values())
             self._take(self._final(sum(map(sum, self.weights)), outer))
@@ -175,11 +175,11 @@ class Walk:
         return Peak(self.peak, gradients, sums)
 
     def _final(self, layers: int, outer: int = 0) -> int:
-        """Return the bytes in `.grad` of these numbers of elements, in layers and outside."""
+        """Return the bytes of `.grad` for `layers` elements in the layers and `outer` outside."""
         return 0 if self.leaves else self.sharing.own(self.final * layers, self.final * outer)
 
     def _settle(self, layers: int, outer: int = 0) -> None:
-        """Replace fp32 sums of these numbers of elements by `.grad`."""
+        """Replace fp32 sums of gradients by `.grad`: `layers` elements, `outer` outside them."""
         size, final = self.wide * (layers + outer), self._final(layers, outer)
         if self.leaves:
             self._rise(self.sharing.own(self.wide * layers, self.wide * outer))
@@ -337,8 +337,8 @@ class Walk:
         return True, value, fresh
 
     def _start(self, start: int, window: int | None) -> int:
-        """Return an earlier start whose cell has key blocks of the same sizes, so that cells share
-        results. Only the number of full blocks differs, and these run one after the other."""
+        """Return an earlier start whose cell has key blocks of the same sizes, so both share a
+        result. Only the number of full blocks differs, and these run one after the other."""
         schedule = self.program.schedule
         size, chunks = schedule.kv_block, len(self.program.chunks)
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
@@ -358,7 +358,7 @@ HALF = ("bfloat16", "float16")
 
 def workspace_bytes(question: Question, schedule: Schedule) -> int:
     """Bytes of the largest attention call's workspace on the device. The schedule is in tokens of
-    one device (`own_schedule`). Unmeasured, only the sums of deterministic kernels count."""
+    one device (`own_schedule`). Without a measurement, only deterministic kernels' sums count."""
     return max(_bytes(question, schedule, spec) for spec in question.model.layers)
 
 
@@ -387,7 +387,6 @@ def _sums_apart(question: Question) -> bool:
 
 
 def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Return the number of queries and of keys in one attention call on this device."""
     layout = question.layout
     # Heads shared among ranks count as this rank's tokens; shards see the queries of all.
     own = -(-question.run.tokens // layout.sequence())

@@ -39,7 +39,7 @@ from farspan.spec import LayerSpec, Sparse
 
 @dataclass(slots=True)
 class Call:
-    """The attention call of one chunk, without tensors."""
+    """Description of one chunk's attention call, without tensors."""
 
     kernel: Kernel
     blocks: tuple[Block, ...]
@@ -57,18 +57,18 @@ def attention_bytes(
     heads_first: bool,
     chooses: bool,
 ) -> tuple[int, int]:
-    """Return the peak bytes of one chunk's attention, (forward, backward), with results but without
-    q, k and v. `run` is (batch, bytes of an element); `heads_first` says that heads precede tokens
-    in the memory of q; `chooses` says that the cell chooses pages."""
+    """Return the peak bytes of one chunk's attention, (forward, backward), including results but
+    not q, k and v. `run` is (batch, bytes of an element); `heads_first` says that heads precede
+    tokens in the memory of q; `chooses` says that the cell chooses pages."""
     batch, width = run
     memory = Memory()
 
-    def given(count: int, dim: int, *, heads_first: bool = True) -> MetaTensor:
-        return memory.given((batch, count, tokens, dim), width, heads_first=heads_first)
+    def tensor(count: int, dim: int, *, heads_first: bool = True) -> MetaTensor:
+        return memory.uncounted((batch, count, tokens, dim), width, heads_first=heads_first)
 
-    q = given(heads.query_heads, heads.head_dim, heads_first=heads_first)
-    k, v = (given(heads.kv_heads, dim) for dim in (heads.head_dim, heads.value_dim))
-    sinks = memory.given((heads.query_heads,), width) if heads.sinks else None
+    q = tensor(heads.query_heads, heads.head_dim, heads_first=heads_first)
+    k, v = (tensor(heads.kv_heads, dim) for dim in (heads.head_dim, heads.value_dim))
+    sinks = memory.uncounted((heads.query_heads,), width) if heads.sinks else None
     far = call.far if chooses else None
     if far is not None:
         memory.pass_by(fullest_choice_bytes(far))
@@ -79,8 +79,8 @@ def attention_bytes(
             memory.pass_by(lesson_bytes(far))
     del found
     forward, memory.peak = memory.peak, 0
-    out, dout = (given(heads.query_heads, heads.value_dim, heads_first=False) for _ in range(2))
-    lse = memory.given((batch, heads.query_heads, tokens), wide(width))
+    out, dout = (tensor(heads.query_heads, heads.value_dim, heads_first=False) for _ in range(2))
+    lse = memory.uncounted((batch, heads.query_heads, tokens), wide(width))
     dq, dk, dv, dsinks = _attend_backward(call, dout, q, k, v, (out, lse), sinks)
     # Gradients from queries of later chunks are added before autograd gets the sums.
     dk, dv = [as_width(pointwise(own, own), width) for own in (dk, dv)]
@@ -98,7 +98,7 @@ def sparse_call(
     tokens: int,
     in_slots: bool,
 ) -> Call:
-    """Return a dense call restricted to near keys and chosen pages."""
+    """Return the call with its keys restricted to near keys and chosen pages."""
     far = far_of(heads, sparse, run, call.q_start, tokens)
     units = 0 if far is None else most_units_of(far)
     blocks = near_blocks(call.blocks, sparse, call.q_start)
@@ -114,7 +114,7 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 
 
 def kernel_of(attention: LayerSpec) -> Kernel:
-    """Return the size model of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
+    """Return the memory model of the kernel that `engine.kernels.select_kernel` takes on a CPU."""
     if attention.softcap is not None:
         return TiledSizes()
     if attention.head_dim == attention.value_dim:
@@ -261,13 +261,13 @@ def own_blocks(call: Call) -> tuple[Block, ...]:
 
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
-    """Yield blocks on earlier keys, ascending; those with overlapping keys come together."""
+    """Yield blocks of earlier keys in ascending order; blocks with keys in common come together."""
     for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 
 
 def _few(blocks: Iterator[Block]) -> tuple[Block, ...]:
-    """Shorten long runs of equal blocks, which do not raise the peak."""
+    """Leave out most blocks of long stretches of equal blocks, which do not raise the peak."""
     kept: list[Block] = []
     repeats = 0
     for block in blocks:
@@ -283,10 +283,10 @@ def _extent(block: Block) -> tuple[int, int, bool, bool]:
 
 
 def _stored(like: MetaTensor, visit: tuple[Block, ...]) -> MetaTensor:
-    """Return the keys or values of several blocks as the arena stores them, tokens first."""
+    """Return the keys or values of several blocks as the arena stores them: tokens before heads."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
-    return like.memory.given((batch, heads, tokens, width), like.width, heads_first=False)
+    return like.memory.uncounted((batch, heads, tokens, width), like.width, heads_first=False)
 
 
 def _queries(x: MetaTensor, block: Block) -> MetaTensor:

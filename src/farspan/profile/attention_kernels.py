@@ -29,12 +29,12 @@ class Memory:
     def __init__(self) -> None:
         self.live = self.peak = 0
 
-    def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
-        """Return a tensor that takes no bytes here, such as a view of an arena."""
+    def uncounted(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
+        """Return a tensor whose bytes do not count here, such as a view of an arena."""
         return MetaTensor(Storage(self, 0), shape, width, heads_first)
 
     def new(self, shape: Shape, width: int, *, heads_first: bool = True) -> "MetaTensor":
-        """Return a new tensor [B, H, T, ...], stored as [B, T, H, ...] without `heads_first`."""
+        """Return a new tensor [batch, heads, tokens, ...], tokens first unless `heads_first`."""
         return MetaTensor(Storage(self, prod(shape) * width), shape, width, heads_first)
 
     def pass_by(self, size: int) -> None:
@@ -57,7 +57,7 @@ class Storage:
 
 
 class MetaTensor:
-    """View of a storage, without data. `whole`: it has all tokens and elements of a head."""
+    """View of a storage, without data. `whole`: all tokens and elements of a head are in it."""
 
     __slots__ = ("heads_first", "shape", "storage", "whole", "width")
 
@@ -72,12 +72,12 @@ class MetaTensor:
         return self.storage.memory
 
     def with_heads_first(self) -> bool:
-        """Return whether heads precede tokens in memory, with more than one of each."""
+        """Return whether heads precede tokens in memory, if there are several of both."""
         return self.heads_first and min(self.shape[1:3]) > 1
 
 
 def as_width(x: MetaTensor, width: int) -> MetaTensor:
-    """Cast to elements of `width` bytes; returns the tensor itself if it has them."""
+    """Cast to elements of `width` bytes; return the tensor itself if it has that width."""
     return x if x.width == width else pointwise(x, width=width)
 
 
@@ -89,7 +89,7 @@ def broadcast(*shapes: Shape) -> Shape:
 
 def pointwise(*inputs: MetaTensor, width: int | None = None) -> MetaTensor:
     """Return the new tensor of an element-wise operation, in the memory order of the first input.
-    It is as wide as the widest input unless `width` is given."""
+    Its elements are as wide as those of the widest input unless `width` is given."""
     shape, first = broadcast(*(x.shape for x in inputs)), inputs[0]
     width = width or max(x.width for x in inputs)
     return first.memory.new(shape, width, heads_first=first.heads_first)
@@ -103,12 +103,12 @@ def reduced(x: MetaTensor, shape: Shape) -> MetaTensor:
 
 
 def wide(width: int) -> int:
-    """Return the bytes of an element in sums over blocks: 4, or 8 for float64."""
+    """Return the bytes of an element in sums over key blocks: 4, or 8 for float64."""
     return max(4, width)
 
 
 def part(x: MetaTensor, tokens: int) -> MetaTensor:
-    """Return a view of `tokens` consecutive tokens of a tensor [B, H, T, ...]."""
+    """Return a view of `tokens` consecutive tokens of a tensor [batch, heads, tokens, ...]."""
     shape = (*x.shape[:2], tokens, *x.shape[3:])
     return MetaTensor(x.storage, shape, x.width, x.heads_first, x.whole and tokens == x.shape[2])
 
@@ -142,8 +142,8 @@ Gradients = tuple[MetaTensor, MetaTensor, MetaTensor]
 
 
 class FlashSizes:
-    """Memory of aten's flash attention: outputs, and a float mask if a window hides keys. It holds
-    for CUDA too, where outputs have the same sizes and no mask is built."""
+    """Memory of aten's flash attention: outputs, and a float mask if a window hides keys. On CUDA
+    outputs have the same sizes, and no mask is built."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return tile_window(block)
@@ -174,7 +174,7 @@ class FlashSizes:
 
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:
-    """Memory of `inner` on heads padded to `width`; the copies live as long as the call."""
+    """Memory of the kernel `inner` on heads padded to `width`; copies live as long as the call."""
 
     inner: FlashSizes
     width: int
@@ -210,7 +210,7 @@ def _cut(x: MetaTensor, elements: int) -> MetaTensor:
 
 
 def visible(memory: Memory, block: Block) -> MetaTensor:
-    """Return the mask of keys that each query sees, bool [Sq, Sk], from int64 distances."""
+    """Return which keys each query sees, bool [Sq queries, Sk keys], from int64 distances."""
     _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
     del keys
@@ -311,7 +311,8 @@ Kernel = FlashSizes | PaddedSizes | TiledSizes
 
 
 def _stack(x: MetaTensor, kv_heads: int) -> MetaTensor:
-    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies if tokens precede heads."""
+    """Stack the query heads that share a KV head, [B, H, S, D] to [B, Hk, H / Hk * S, D] (batch,
+    heads, queries, dims). Copies if tokens precede heads in memory."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
     if heads == kv_heads or tokens == 1 or (x.heads_first and x.whole):
@@ -324,8 +325,8 @@ def _flat(x: MetaTensor, shape: tuple[int, ...]) -> MetaTensor:
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
-    """Yield (queries, key tiles) for the few tiles that reach the peak memory: the largest tiles of
-    queries, each with its first and last tiles of keys."""
+    """Yield the few tiles that reach the peak memory, as (queries, tiles of keys): the largest
+    tiles of queries, each with its first and last tiles of keys."""
     starts = list(range(block.q_start, block.q_stop, TILE))
     for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
         tiles = key_tiles(block, q_start, TILE)

@@ -58,8 +58,7 @@ def find_config(model: str) -> dict[str, Any]:
     """Return the config.json of a model by folder, preset, file or hub name.
 
     A hub name may have a revision: `Qwen/Qwen2.5-7B@main`. A folder of that name comes first, since
-    it is the user's own. Only the configuration is ever read. Raises UnsupportedError if there is
-    none.
+    it is the user's own. Only the configuration is read. Raises UnsupportedError if there is none.
     """
     if not model:
         raise UnsupportedError(
@@ -94,7 +93,7 @@ def find_config(model: str) -> dict[str, Any]:
 
 
 def find_preset(model: str) -> Preset | None:
-    """Return the preset that a name means, unless a folder has that name."""
+    """Return the preset that a name means; None if none does, or if a folder has that name."""
     if (Path(os.path.expanduser(model)) / "config.json").is_file():
         return None
     return _preset_called(model)
@@ -102,7 +101,7 @@ def find_preset(model: str) -> Preset | None:
 
 def _preset_called(model: str) -> Preset | None:
     """Return the preset of a name in any usual spelling: `Qwen3 8B`, `qwen3_8b`, its hub address.
-    Without an owner, fine-tuned models count too, since their shapes are the same."""
+    If the name has no owner, fine-tuned models count too, since their shapes are the same."""
     if model.startswith((".", "/", "~")):
         return None  # a path
     address = _ADDRESS.fullmatch(model)
@@ -111,8 +110,8 @@ def _preset_called(model: str) -> Preset | None:
 
 
 def refuse_unreachable(field: str, name: str) -> None:
-    """Make the Hugging Face libraries use only the cache if the hub does not answer. Otherwise they
-    retry for half a minute. Raises UnsupportedError if `name` is not in the cache."""
+    """Make the Hugging Face libraries use only the cache if the hub does not answer; they would
+    retry for half a minute. Raises UnsupportedError if the model `name` is not in the cache."""
     constants = load("huggingface_hub", "constants")
     why = None if constants.HF_HUB_OFFLINE else _unreachable()
     if why is None:
@@ -136,7 +135,7 @@ def refuse_unreachable(field: str, name: str) -> None:
 
 @cache
 def _unreachable() -> str | None:
-    """Return the reason why the hub cannot be reached, or None if it answers within seconds."""
+    """Return why the hub cannot be reached, or None if it answers within seconds."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE)
     answers: list[str | None] = []
@@ -162,8 +161,8 @@ def _unreachable() -> str | None:
 
 
 def refuse_absent(field: str, name: str) -> None:
-    """Raise UnsupportedError for a path that is neither local nor on a hub that answers. The
-    library would retry silently for most of a minute."""
+    """Raise UnsupportedError for a path that is neither local nor on the hub. The library would
+    retry silently for most of a minute."""
     if is_on_hub(name):
         refuse_unreachable(field, name)
     elif not _HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists():
@@ -174,8 +173,8 @@ def refuse_absent(field: str, name: str) -> None:
 
 
 def hub_name(field: str, name: str) -> str:
-    """Return a preset's name on the hub; any other name is returned unchanged. A local folder of
-    that name comes first. Raises UnsupportedError for a preset without published weights."""
+    """Return a preset's name on the hub; any other name, and that of a local folder, is returned
+    unchanged. Raises UnsupportedError for a preset without published weights."""
     preset = None if Path(name).expanduser().exists() else _named().get(_plain(name))
     if preset is None:
         return name
@@ -188,20 +187,20 @@ def hub_name(field: str, name: str) -> str:
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """Split `name@revision` into name and revision, None for a folder or without one."""
+    """Split `name@revision` into name and revision; a folder's or missing revision is None."""
     name, _, revision = model.partition("@")
     on_hub = revision and _HUB_NAME.fullmatch(name) and not Path(model).expanduser().exists()
     return (name, revision) if on_hub else (model, None)
 
 
 def with_revision(path: str, revision: str | None) -> str:
-    """Join a hub name and a revision as `find_config` takes them; folders have none."""
+    """Join a hub name and a revision as `find_config` takes them; folders have no revision."""
     return path if revision is None or Path(path).expanduser().exists() else f"{path}@{revision}"
 
 
 def pinned(revision: str | None) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` that pin a revision. Code in another repository
-    must have the same revision, or it is not found."""
+    """Return the arguments of `from_pretrained` that pin a revision. A model's code in another
+    repository must have the same revision, or it is not found."""
     return {} if revision is None else {"revision": revision, "code_revision": revision}
 
 
@@ -257,8 +256,8 @@ def read_config(path: Path, field: str = "model") -> dict[str, Any]:
 
 
 def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedError for a configuration with sizes that no model has. Building such a
-    model would not end, even without weights. The message begins with `where`."""
+    """Raise UnsupportedError for a configuration with sizes that no model has, since building such
+    a model would not end, even without weights. The message begins with `where`."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             refuse_huge(value, f"{where}{name}.")

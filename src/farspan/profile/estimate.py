@@ -43,8 +43,8 @@ def estimated(model: ModelSpec, rank: int | None = None) -> ModelProfile:
 
 
 def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
-    """Estimate one kind of layer. While the layer attends, its cell has q, k and v; later it has
-    three tensors as wide as its widest product, or its whole graph."""
+    """Estimate the memory of one kind of layer. During attention its cell has q, k and v; later it
+    has three tensors as wide as its widest product, or its whole graph."""
     width, work = model.element_bytes, layer.work
     hidden = model.hidden * width
     heads = layer.query_heads * layer.head_dim
@@ -74,8 +74,8 @@ def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
 
 
 def _outer(model: ModelSpec) -> OuterProfile:
-    """Estimate the modules outside the layers. Logits of a piece exist once in the model's dtype
-    and three times in the accumulate dtype. All weights count as the head's."""
+    """Estimate the modules outside the layers. Logits of one loss piece exist once in the model's
+    dtype and three times in the accumulate dtype. All weights count as the head's."""
     width, trained = model.element_bytes, model.outer_trainable()
     hidden = model.hidden * width
     wide = model.accumulate_bytes()
@@ -109,13 +109,13 @@ def packed_bytes(inner: int, outer: int) -> int:
 
 
 def unpacked_bytes(inner: int, outer: int, width: int) -> int:
-    """Bytes of a 4-bit weight unpacked for a product, with scales; `width` is per element."""
+    """Bytes of a 4-bit weight unpacked to elements of `width` bytes for a product, with scales."""
     return inner * outer * width + 4 * _scales(inner, outer)
 
 
 def adapted(layer: LayerSpec, rank: int) -> Widths:
-    """Return the widths of a layer's linear modules with adapters of this rank. The two products of
-    an adapter follow the product of its module."""
+    """Return the (input, output) widths of a layer's linear modules that have adapters of this
+    rank. In the list of products, the two of an adapter follow that of its module."""
     products = layer.work.products
     return tuple(
         (inner, outer)
@@ -125,8 +125,8 @@ def adapted(layer: LayerSpec, rank: int) -> Widths:
 
 
 def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile:
-    """Return a profile with 4-bit weights in the given linear modules, keyed by kind of layer. At
-    each moment of a cell the largest weight counts as unpacked."""
+    """Return the profile with the weights of these linear modules in 4 bits; `linears` has their
+    widths by kind of layer. At each moment of a cell the largest weight counts as unpacked."""
     width = profile.spec.element_bytes
     spared = {
         kind: sum(inner * outer * width - packed_bytes(inner, outer) for inner, outer in of)
@@ -149,7 +149,7 @@ def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile
 
 
 def _unpacking(kind: KindProfile, more: int) -> KindProfile:
-    """Return a kind with `more` bytes at every moment of its cells outside attention."""
+    """Return a layer kind's profile with `more` bytes at every moment outside attention."""
     cells = {name: _raised(lines, more) for name, lines in kind.cells.items()}
     return replace(kind, cells=cells)
 

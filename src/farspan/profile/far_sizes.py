@@ -1,10 +1,8 @@
-"""Peak bytes of page-sparse attention that copies chosen pages, of choosing pages and of measuring
-visible mass. Without torch.
+"""Peak bytes of page-sparse attention: of choosing pages, attending to them, measuring their mass.
 
-The units of a slab (`program.far_sizes`) are gathered once; then rows (a row is one page of queries
-of one key-value head) are attended in parts, for which each row's pages of the slab are copied next
-to each other, and the results are joined to earlier ones. Parts do not grow with the prefix or the
-chunk.
+The chosen pages are gathered once in blocks (slabs, `program.far_sizes`). Rows (a row is one page
+of queries of one key-value head) are attended in parts: each row's pages are copied next to each
+other, and the results joined to earlier ones. Parts do not grow with the prefix or the chunk.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +23,7 @@ HELD, FOUND = 10, 16
 
 @dataclass(frozen=True, slots=True)
 class FarRow:
-    """One page of queries of one key-value head, with its chosen pages."""
+    """One page of queries of one key-value head, with its chosen pages of keys."""
 
     group: int  # query heads of the key-value head
     query_page: int  # tokens
@@ -54,7 +52,7 @@ class FarRow:
         return self.group * self.query_page
 
     def bytes(self, *, masked: bool, backward: bool) -> int:
-        """Peak bytes of a row, while attended or added to earlier parts."""
+        """Peak bytes of one page of queries, while it attends or its result is added to others."""
         if backward:
             return max(self._backward(masked), self._joined_backward(masked))
         return max(self._forward(masked), self._joined(masked))
@@ -76,7 +74,7 @@ class FarRow:
         return computed
 
     def _joined(self, masked: bool) -> int:
-        """Peak bytes of adding a row's result to those of earlier parts in the forward."""
+        """Peak bytes of adding the output to that of keys attended before, in the forward."""
         narrow = self.width < self.wide and not self.plain
         part = self.value_dim * self.width + self.wide
         whole = (self.value_dim + 1) * self.wide
@@ -84,7 +82,7 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """Peak bytes of adding a row's dK, dV to the sums of earlier parts in the backward."""
+        """Peak bytes of adding dK, dV to the sums of queries attended before, in the backward."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:
@@ -126,9 +124,9 @@ def far_bytes(
     in_slots: bool = False,
 ) -> int:
     """Return the peak bytes of attention to chosen pages in one chunk's forward or backward, on a
-    CPU. Left out are the tensors that the result is added to, and slabs if they lie `in_slots`.
+    CPU. Tensors to which results are added do not count, nor gathered pages in the program's slots.
 
-    Reached if all pages of a slab are distinct and it has its largest size. In addition, aten's
+    Reached if all gathered pages differ and as many as possible are gathered. In addition, aten's
     flash attention takes up to 0.3 MB a thread.
     """
     if not far.chosen or not far.candidates:
@@ -179,9 +177,9 @@ MASKS = 3  # bytes of masks per sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Return the peak bytes of choosing one chunk's pages. They are an index's queries; while
-    voting, the mean keys in the accumulate dtype and parts of the scores; then votes, sorted votes
-    and masks. Ranking superpages takes the same, then copies of the mean keys of their pages."""
+    """Return the peak bytes of choosing one chunk's pages: queries of a learned index; during the
+    vote, mean keys in the accumulate dtype and parts of the scores; then votes, sorted votes and
+    masks. Ranking superpages takes the same, then copies of the mean keys of their pages."""
     wide, keys = far.wide, far.candidates * far.means
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     if far.refined:
@@ -202,7 +200,7 @@ def choice_bytes(far: Far) -> int:
 
 def fullest_choice_bytes(far: Far) -> int:
     """Return the largest `choice_bytes` of this chunk and all earlier ones. The last chunk that
-    compares all pages may take more than a later one that ranks superpages first."""
+    compares all pages may take more than a later chunk that ranks superpages first."""
     if not far.refined:
         return choice_bytes(far)
     flat = replace(far, refined=0, candidates=2 * SUPERPAGE * far.refined - 1)
@@ -210,7 +208,7 @@ def fullest_choice_bytes(far: Far) -> int:
 
 
 def _refining_bytes(far: Far, dim: int) -> int:
-    """Bytes of comparing and choosing pages within ranked superpages; keys have `dim` dims."""
+    """Bytes of choosing pages within the superpages ranked first; keys have `dim` elements."""
     wide, rows = far.wide, far.batch * far.kv_heads
     columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
     row = rows * means * (dim + FarRow.of(far).queries)
@@ -224,7 +222,7 @@ def _refining_bytes(far: Far, dim: int) -> int:
 
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
-    """Number of heads and of query tokens that vote at one time, over `keys` mean keys."""
+    """Return how many heads and query tokens are scored at one time against `keys` mean keys."""
     group, together = far.heads // far.kv_heads, far.query_page
     row = far.batch * group * keys
     heads = min(far.kv_heads, max(1, UNDIVIDED * SCORES // (row * together)))
@@ -235,8 +233,8 @@ def _voting(far: Far, keys: int) -> tuple[int, int]:
 
 
 def watch_bytes(far: Far, q_start: int) -> int:
-    """Return the peak bytes of measuring how much attention mass the chosen pages have: scores of a
-    few sampled queries, and keys in the accumulate dtype."""
+    """Return the peak bytes of measuring the attention mass on the chosen pages: scores of a few
+    sampled queries, and keys in the accumulate dtype."""
     keys = far.batch * min(q_start, WATCHED_KEYS)
     scores = far.heads * SAMPLES
     queries = far.batch * scores * far.head_dim
@@ -245,9 +243,9 @@ def watch_bytes(far: Far, q_start: int) -> int:
 
 
 def lesson_bytes(far: Far) -> int:
-    """Return the peak bytes of one training example of an index. They are the keys of the pages
-    that one page of queries chose, also in the accumulate dtype if that is wider; their masks and
-    indices; scores of all heads for the masses, then those of the index and their gradients."""
+    """Return the peak bytes of one training example of a learned index: the keys of the pages that
+    one page of queries chose, also in the accumulate dtype if wider; their masks and indices;
+    scores of all heads for the attention mass, then those of the index and their gradients."""
     keys = far.batch * far.kv_heads * far.chosen * far.page
     copied = (far.width < far.wide) * far.head_dim * far.wide
     queries, group = far.query_page, far.heads // far.kv_heads

@@ -1,9 +1,9 @@
 """Profile of a model: bytes of its cells and of its modules outside the layers, read without torch.
 
 `farspan.engine.profile` measures it once, by running the engine's own cells on the meta device.
-Each quantity is a line in the tokens of a cell, or the maximum of several lines. The memory of
-attention depends on the blocks of keys that a chunk sees. Lines leave it out, and `ProfiledCells`
-adds it: a cell has `at` before attention begins, and later lines leave out O and LSE.
+Each quantity is a line (linear function) in the tokens of a cell, or the maximum of several lines.
+The memory of attention depends on the blocks of keys that a chunk sees. Lines leave it out, and
+`ProfiledCells` adds it: a cell has `at` before attention begins; later lines leave out O and LSE.
 """
 
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ Peak = tuple[Line, ...]  # lines of moments, each possibly the peak
 
 
 def at(line: Line, *tokens: int) -> int:
-    """Bytes of a line at these counts of tokens. Tokens of a chunk count in all sequences."""
+    """Bytes of a linear function at these counts of tokens, which include all sequences."""
     constant, *slopes = line
     return ceil(constant + sum(a * b for a, b in zip(slopes, tokens, strict=True)) - 1e-6)
 
 
 def highest(peak: Peak, *tokens: int) -> int:
-    """Return the largest bytes of several lines at these counts of tokens; 0 without lines."""
+    """Largest bytes of several linear functions at these counts of tokens; 0 without functions."""
     return max((at(line, *tokens) for line in peak), default=0)
 
 
@@ -49,8 +49,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class CellLines:
-    """Memory of a layer's cell run in one form (`form`). Lines count the cell's tokens and, with
-    token-wise modules on tiles, a tile's tokens. Lines of the backward include the graph."""
+    """Memory of a layer's cell, run in one way (`form`), as linear functions (lines) of the cell's
+    tokens and, with token-wise modules on tiles, a tile's. A backward's lines include the graph."""
 
     asked: Peak  # until the cell calls attention, where a pass for K, V stops
     before: Peak  # until attention kernels run
@@ -85,7 +85,7 @@ def form(
     """Return the name of a way to run a cell.
 
     It may build a graph, keep the graph after its chunk, begin sums of weight gradients in its
-    backward (`fresh`), skip a product without readers (`unread`), and run token-wise modules on
+    backward (`fresh`), skip a product that nothing reads (`unread`), and run token-wise modules on
     tiles.
     """
     if not graph:
@@ -96,7 +96,7 @@ def form(
 
 @dataclass(frozen=True, slots=True)
 class OuterProfile:
-    """Memory outside the layers. Lines of the head count tokens of a chunk and of a loss piece."""
+    """Memory outside the layers. The head's is linear in tokens of a chunk and of a loss piece."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
     by_head: tuple[bool, ...]  # whether the head begins their sums, not the embedding's backward
@@ -114,7 +114,7 @@ class OuterProfile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelProfile:
-    """Memory profile of a model in one variant. Each exists once, so identity compares them."""
+    """Memory profile of a model in one variant. Each is one object, compared by identity."""
 
     spec: ModelSpec
     kinds: tuple[KindProfile, ...]
@@ -173,7 +173,7 @@ class StageBytes:
 
 @dataclass(slots=True)
 class ProfiledCells:
-    """Bytes of a model's cells, each kind computed once."""
+    """Bytes of a model's cells, computed once for each kind of cell."""
 
     profile: ModelProfile
     batch: int
@@ -181,12 +181,12 @@ class ProfiledCells:
     sparse: Sparse | None = None
     in_slots: bool = False  # gather chosen pages to slots of the program
     tile: int = 0  # tokens of a tile
-    found: dict[CellKind, CellBytes] = field(default_factory=dict)
+    known: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
-        if kind not in self.found:
-            self.found[kind] = self._bytes(kind)
-        return self.found[kind]
+        if kind not in self.known:
+            self.known[kind] = self._bytes(kind)
+        return self.known[kind]
 
     def _bytes(self, kind: CellKind) -> CellBytes:
         layer = self.profile.kind_of.index(kind.block)
@@ -244,8 +244,8 @@ class ProfiledCells:
 
 
 def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
-    """Return the lines of a cell's form, or of the nearest measured form. A layer may lack lines
-    without the unread product, or with tiles."""
+    """Return the memory of a cell as it is run or, if that was not measured, of the nearest way to
+    run it that was: a layer may lack runs on tiles or with an unread product."""
     named = form(
         graph=kind.graph,
         kept=kind.kept,
@@ -260,7 +260,7 @@ def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
 
 @dataclass(slots=True)
 class ProfiledStages:
-    """Bytes of running the modules outside the layers."""
+    """Bytes of running the modules outside the layers, such as the embedding and the head."""
 
     profile: ModelProfile
     batch: int
@@ -290,7 +290,7 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Return the tensors whose gradient sums the head begins, or the embedding's backward."""
+        """Return the tensors whose gradient sums the head begins, or else the embedding."""
         pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
         return frozenset(name for name, is_head in pairs if is_head is by_head)
 

@@ -53,7 +53,7 @@ class Profiles:
     _known: dict[Variant, ModelProfile] = field(default_factory=dict, init=False)
 
     def rank(self, lora: int) -> int | None:
-        """Return `Variant.rank` for LoRA of this rank; None if the model has own adapters."""
+        """Return `Variant.rank` for LoRA of this rank; None if the model has adapters already."""
         return lora if self.made is None else None
 
     def widest_rank(self) -> int:
@@ -130,12 +130,12 @@ def profiles_of(
     preset: str | None = None,
     measuring: Callable[[], Measure] | None = None,
 ) -> Profiles:
-    """Return the one `Profiles` of a model, so that questions about the model are equal."""
+    """Return the one `Profiles` object of a model, so that questions about the model are equal."""
     return _profiles(json.dumps(config, default=str), name, preset, measuring)
 
 
 def find_profiles(model: str, measuring: Callable[[], Measure] | None = None) -> Profiles:
-    """Return the profiles of a model named as for `find_config`. Raises UnsupportedError."""
+    """Return the profiles of a model that `find_config` finds. Raises UnsupportedError."""
     preset = find_preset(model)
     if preset is not None:
         return profiles_of(preset.config, preset.name, preset.name, measuring)
@@ -151,7 +151,7 @@ def _profiles(
 
 @cache
 def shipped(preset: str) -> dict[str, Any]:
-    """Return a preset's profiles by `Variant.key`; empty if its file is missing."""
+    """Return the profiles that ship with a preset, by `Variant.key`; empty without a file."""
     path = PRESETS / f"{preset}.json"
     if not path.is_file():
         return {}
@@ -160,7 +160,7 @@ def shipped(preset: str) -> dict[str, Any]:
 
 
 def make(config: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
-    """Measure the variants of a model that ship, by `Variant.key`."""
+    """Measure the variants of a model whose profiles ship, and return them by `Variant.key`."""
     profiles: dict[str, Any] = {}
     for variant in SHIPPED:
         profiles[variant.key()] = to_json([measure(config, variant, "")])[0]
@@ -173,7 +173,7 @@ def make(config: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
 
 
 def write(preset: str, made: Mapping[str, Any]) -> Path:
-    """Write a preset's shipped variants into the package, one per line."""
+    """Write a preset's profiles to its file in the package, one variant per line."""
     rows = (f"{json.dumps(key)}:{_text(value)}" for key, value in made.items())
     path = PRESETS / f"{preset}.json"
     path.parent.mkdir(exist_ok=True)
@@ -220,8 +220,8 @@ def _measuring() -> str:
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
-    """Convert profiles of a model at several ranks to plain values, without lines that never
-    peak."""
+    """Convert profiles of a model at several ranks to plain values. Linear functions that are never
+    the peak are left out."""
     values = [_plain(profile) for profile in profiles]
     _prune(values)
     return values
@@ -247,7 +247,7 @@ def _whole(value: Any) -> Any:
 
 
 def _prune(values: Sequence[Any]) -> None:
-    """Remove lines that are never the peak, from values of equal structure."""
+    """Remove linear functions (lines) that are never the peak, from values of equal structure."""
     first = values[0]
     if isinstance(first, list):
         for items in zip(*values, strict=True):
@@ -265,7 +265,7 @@ def _prune(values: Sequence[Any]) -> None:
 
 
 def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
-    """Yield the indices of lines that no other line exceeds in every number and profile."""
+    """Yield the indices of those lines that no other line exceeds in every number and profile."""
     rows = [[number for line in lines for number in line] for lines in zip(*peaks, strict=True)]
     for place, row in enumerate(rows):
         others = (above for other, above in enumerate(rows) if above != row or other < place)
@@ -274,7 +274,7 @@ def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
 
 
 def between(low: Any, high: Any, part: float) -> Any:
-    """Interpolate between two values of equal structure."""
+    """Interpolate between two values of equal structure; `part` is 0 at `low` and 1 at `high`."""
     if isinstance(low, dict):
         return {key: between(low[key], high[key], part) for key in low}
     if isinstance(low, list):
