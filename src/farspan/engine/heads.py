@@ -1,4 +1,4 @@
-"""Heads that compute values of every token, by pieces, in place of a loss."""
+"""Heads that compute values for every token, some tokens at a time, instead of the loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Head for log-probabilities of target ids and statistics of each token's distribution."""
+    """Head that returns log-probabilities of target ids, then statistics such as the entropy."""
 
     temperature: float = 1.0  # divides the logits
     statistics: tuple[str, ...] = ()  # names in STATISTICS, returned after the log-probabilities
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], followed by the
-        statistics, [n, 1] each. Ignored targets have 0."""
+        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], joined with each
+        statistic, [n, 1]. Ignored targets have 0."""
         wide = logits.to(accumulate_dtype(logits.dtype))
         if self.temperature != 1.0:
             wide = wide / self.temperature
@@ -47,19 +47,19 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class TopIds(LogProbs):
-    """Head that returns the k likeliest of the first `vocab` ids and their log-probabilities."""
+    """Head that returns the k most likely of the ids below `vocab`, and their log-probabilities."""
 
     k: int = 1
     vocab: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UnsupportedError for more ids than the vocabulary has."""
+        """Raise UnsupportedError if `k` is larger than the number of ids."""
         if not 1 <= self.k <= (self.k if self.vocab is None else self.vocab):
             raise UnsupportedError(f"k: expected 1 to {self.vocab or 'vocab_size'}, got {self.k}")
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
-        """Return k ids, then their log-probabilities, the likeliest first: [n, 2 k] of logits [n,
-        V]."""
+        """Return [n, 2 k] from logits [n, V]: k ids, the most likely first, then their
+        log-probabilities."""
         normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
         found, ids = normal[:, : self.vocab].topk(self.k, -1)
         return torch.cat((ids.to(found.dtype), found), 1)
@@ -67,7 +67,7 @@ class TopIds(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """Head that returns values of each token, from which the caller computes a loss."""
+    """Head that computes values for each token by a function, for a loss of the caller."""
 
     stages: CausalLMStages
     function: LogProbs | HeadFunction
@@ -78,7 +78,8 @@ class ValueHead:
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return values [B, C, k] of each token, from hidden [B, C, h] and targets [B, C, ...]."""
+        """Return k values for each token, [B, C, k], from hidden [B, C, h] and targets [B, C,
+        ...]."""
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
@@ -93,8 +94,9 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden`; `given` is that of all values [B, C, k] or of the first
-        [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the head's)."""
+        """Return the gradient of `hidden` from the values' gradient `given`, [B, C, k] or, of the
+        first value only, [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
+        head's)."""
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)
