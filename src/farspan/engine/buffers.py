@@ -133,7 +133,7 @@ class ProgramBuffers:
             move(rows, here[name])
 
     def clear(self, name: str) -> None:
-        """Zero a whole buffer; zeros for the host are copied from the device."""
+        """Zero a whole buffer on the device."""
         buffer = self.program.buffers[name]
         assert buffer.tier is Tier.DEVICE, f"{name}: the CPU would not wait for copies"
         self.arenas[buffer.tier].view(buffer.address, (buffer.bytes,), torch.uint8).zero_()
