@@ -231,7 +231,8 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the arguments of a layer's call on one piece of `tokens`, or one token fewer."""
+        """Return the arguments of a layer's call on a piece with `tokens` tokens; one may be
+        padding."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens

@@ -185,8 +185,8 @@ class StreamedWeights:
             start += aligned(one.sum_size)
 
     def release(self) -> None:
-        """Drop this object's reference to the pinned memory of gradients. The memory stays, with
-        its values, while a `.grad` is a view of it."""
+        """Drop and unlock the memory of gradients. A `.grad` that is a view of the memory keeps its
+        values."""
         for one in self._units:
             one.settle()
         for p in self._all():
@@ -255,8 +255,8 @@ class StreamedWeights:
         }
 
     def await_update(self, updated: "Sequence[Future[None]]") -> None:
-        """Make the next step wait for each unit's update before it fetches the unit; the waiting
-        functions are in the order of `trained`."""
+        """Make the next step wait for each unit's future before it fetches the unit; futures are in
+        the order of `trained`."""
         units = [*self._units[-1:], *self._units[:-1]]
         for one, done in zip(units, updated, strict=True):
             one.updated = done

@@ -1,4 +1,4 @@
-"""Trace a training step: plain Hugging Face training, or farspan's own program.
+"""Trace a training step: plain Hugging Face training, or farspan's program.
 
 Both run on the meta device. farspan's interpreter is the one that trains; choices that depend on
 the machine are those of a GPU: kernels are CUDA's flash attention, whose allocations plans count,
@@ -60,7 +60,7 @@ class Checkpointing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Parts of a run that its trace includes."""
+    """Parts of a traced run to include in the trace."""
 
     temporaries: Temporaries = ALL_TEMPORARIES
     lasting: bool = True  # weights and optimizer states
@@ -79,8 +79,8 @@ def trace_training(
     attention: Attention = flash_attention,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """Trace a model on the meta device for one step at each of `contexts`, in tokens of a sequence.
-    Raises UnsupportedError for a model whose step depends on values."""
+    """Trace plain training of a meta model, with one step for each context length in tokens. Raises
+    UnsupportedError for a model whose step depends on values."""
     device = CausalLMStages(model).device
     recorder = Recorder(device, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
@@ -100,7 +100,7 @@ def run_training(
     batch: int,
     attention: Attention,
 ) -> None:
-    """Run a training step for each of `contexts`; `attention` replaces the model's."""
+    """Run a training step for each context length; `attention` replaces the model's attention."""
     device = CausalLMStages(model).device
     with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
         for step, tokens in enumerate(contexts):
@@ -117,13 +117,13 @@ def run_training(
 
 
 def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
-    """Return AdamW as torch runs it by default on a GPU: one operation on many parameters."""
+    """Return torch's AdamW with its default on GPUs: one operation on many parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-5, foreach=True)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the state tensors of the optimizer."""
+    """Yield an optimizer's state tensors."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -135,7 +135,8 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
-    """Mark the beginnings of each layer's forward and backward, the head and the embedding."""
+    """Mark where each layer's forward and backward, the head and the embedding begin in the
+    trace."""
     layers = CausalLMStages(model).layers
     last = len(layers) - 1
 
@@ -168,8 +169,8 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
 
 def _backward_runs() -> bool:
-    """Return whether a backward is running: before transformers 5.23, checkpoints called a layer's
-    hooks in it again."""
+    """Return whether a backward is running: before transformers 5.23, a checkpoint calls a layer's
+    forward hooks in its backward again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -178,7 +179,7 @@ def _backward_runs() -> bool:
 
 @contextmanager
 def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
-    """Run the body with each layer under torch's checkpoint, as transformers does."""
+    """Run the body with each layer under torch's activation checkpointing, as in transformers."""
     if kept is Checkpointing.PLAIN:
         yield
         return
@@ -199,7 +200,7 @@ def _checkpoint_offloaded(layer: Callable[..., Any], *arguments: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """Stand-in for a tensor on the host; the meta device copies nothing."""
+    """Stand-in for a saved tensor that is on the host until its backward."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -221,7 +222,7 @@ META = torch.device("meta")
 
 
 class MetaKernels(AttentionKernels):
-    """Attention kernels for tensors without data."""
+    """Choice of attention kernels as on a GPU, for meta tensors."""
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         # A meta model would get the plain kernel; soft caps have only that one anywhere.
@@ -236,9 +237,9 @@ def trace_cells(
     optimizer: bool = True,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """Trace one farspan step of each program, with a model on the meta device. Each device arena is
-    one block, as in a run: its buffers have the addresses of the plan. Raises UnsupportedError for
-    a model whose step depends on values."""
+    """Trace a farspan step of each program on a meta model. Each device arena is one allocation, as
+    in a run: its buffers have the addresses of the plan. Raises UnsupportedError for a model whose
+    step depends on values."""
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     with recorder:
@@ -276,7 +277,7 @@ def _trace_program(
     last = ""
 
     def mark(_: object = None) -> None:
-        """Begin a section when the layer or the direction changes."""
+        """Begin a section of the trace when the layer or the direction changes."""
         nonlocal last
         name = next(names, None)
         if name is not None and name != last:
@@ -329,7 +330,7 @@ class AdamWStates:
             )
 
     def update(self) -> None:
-        """Compute the norm of all gradients, the only allocations of an update."""
+        """Compute the norm of all gradients: nothing else in an update allocates memory."""
         found = [p.grad for p in self.trained if p.grad is not None]
         torch.nn.utils.get_total_norm(found)
 
@@ -341,7 +342,7 @@ OWN = (
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A model to trace, and the way it is trained."""
+    """A model to trace and how to train it: by plain training or a farspan strategy."""
 
     model: str  # as for `farspan plan`
     contexts: tuple[int, ...]  # tokens of a sequence, for each step
@@ -354,7 +355,7 @@ class TraceRequest:
     measuring: Callable[[], Measure] | None = None  # as for `Profiles`; for farspan's strategies
 
     def trace(self) -> Trace:
-        """Run the trace. Raises UnsupportedError naming the field."""
+        """Run the trace. Raises UnsupportedError, which names the field."""
         if not self.contexts:
             raise UnsupportedError(
                 "context: give --context TOKENS, or --contexts with one for each step"
@@ -393,7 +394,8 @@ class TraceRequest:
 
 
 def own_strategy(name: str) -> str | None:
-    """Return farspan's strategy, or None for plain training. Raises UnsupportedError."""
+    """Return farspan's strategy of this name, or None for plain training. Raises
+    UnsupportedError."""
     if name in tuple(Checkpointing):
         return None
     own = name.removeprefix(OWN)

@@ -81,8 +81,9 @@ Errors = dict[str, float]  # relative, by a parameter's name
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    a kind of parameters (`layers.*.q_proj.weight`). In lower precision it is that of the run with
-    the least ratio to plain autograd's; for a model that chooses experts, over all runs."""
+    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision it is the
+    error in the run where its ratio to plain autograd's is least; for a model with experts, over
+    all runs."""
 
     name: str
     error: float
@@ -91,7 +92,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Errors of a step's gradients, with their limits."""
+    """Errors of a step's gradients, with the limits for a pass."""
 
     errors: list[GradientError]
     loss: float  # limit
@@ -100,7 +101,7 @@ class Judged:
     most: float = float("inf")  # limit of `ratio`
 
     def passed(self, loss: float) -> bool:
-        """Return whether all gradient errors, and the loss error `loss`, are within their
+        """Return whether all gradient errors, and the loss's error `loss`, are within their
         limits."""
         within = all(e.error <= e.limit for e in self.errors) and loss <= self.loss
         return within and (self.ratio is None or self.ratio <= self.most)
@@ -109,7 +110,7 @@ class Judged:
 def beside_plain(
     plain: list[Errors], steps: list[Errors], losses: list[float], *, chooses: bool
 ) -> Judged:
-    """Judge every parameter and every kind by runs of plain autograd and of the step.
+    """Compare gradient errors of a step with those of plain autograd, run by run, and set limits.
 
     Args:
         losses: Relative errors of plain autograd's losses.
@@ -144,16 +145,16 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return the factors by which a step's errors may exceed plain autograd's, by name, for `runs`
-    runs of each."""
+    """Return, by name, the factor by which a step's error may exceed plain autograd's in all of
+    `runs` runs."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
 
 
 def exactly(found: Errors, moved: list[Errors]) -> Judged:
-    """Judge the errors `found` of a float64 step. `moved` are errors between runs of the reference
-    that round differently; empty if all errors are within `EXACT`."""
+    """Compare the errors `found` of a float64 step with their limits. `moved` are errors between
+    runs of the reference that round differently; empty if all errors are within `EXACT`."""
     rule = f"relative L2 error <= {EXACT:g}, float64 throughout"
     limits = dict.fromkeys(found, EXACT)
     if moved:
@@ -171,7 +172,8 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
 def _least_off(
     plain: list[Errors], steps: list[Errors], name: str, names: list[str], factor: float
 ) -> GradientError:
-    """Return the error of the run with the least ratio to plain autograd's; infinite if all are."""
+    """Return a parameter's error in the run where its ratio to plain autograd's is least; infinite
+    if all ratios are."""
     ratio, own = min(
         (median(_ratio(step[n], run[n]) for n in names), median(run[n] for n in names))
         for step, run in zip(steps, plain, strict=True)
@@ -180,8 +182,8 @@ def _least_off(
 
 
 def _mean_ratio(plain: list[Errors], steps: list[Errors]) -> float:
-    """Return the geometric mean, over all parameters and runs, of the ratios of a step's errors to
-    plain autograd's; infinite if one is."""
+    """Return the geometric mean, over all parameters and runs, of the ratio between a step's error
+    and plain autograd's; infinite if a ratio is."""
     ratios = [_ratio(step[n], run[n]) for step, run in zip(steps, plain, strict=True) for n in run]
     return float("inf") if float("inf") in ratios else exp(fmean(map(log, ratios)))
 
@@ -203,9 +205,9 @@ def _ratio(step: float, plain: float) -> float:
 
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
-    """Return, by kind of parameter, the standard deviation between runs of the logarithm of the
-    error. A few runs of one parameter tell little, so it is taken over its kind in all layers, and
-    is at least that of a typical kind."""
+    """Return, by name, the standard deviation over runs of the logarithm of plain autograd's error.
+    A few runs of one parameter tell little, so it is the mean over layers, and at least the median
+    of all kinds of parameters."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()
@@ -220,7 +222,7 @@ def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
 
 @contextmanager
 def perturbed_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
-    """Run the body with embeddings perturbed by about one rounding, so that all results round
+    """Run the body with embeddings changed by about one rounding, so that all results round
     differently. Seed 0 changes nothing. One in twelve numbers moves by one rounding step: its
     variance, 1/12 of a step squared, is that of rounding to nearest."""
     if seed == 0:
@@ -248,8 +250,8 @@ ROUNDED = {
 
 
 class RoundedApart(TorchDispatchMode):
-    """Dispatch mode that multiplies float64 results by 1 + eps u, with a random |u| <= 0.5 drawn
-    from a seed, to show how far rounding errors move a computation."""
+    """Dispatch mode that multiplies each float64 result by 1 + eps u, with a random |u| <= 0.5 from
+    a seed, to show how much rounding errors change the model's gradients."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -308,7 +310,7 @@ class VerificationRun:
     seed: int = 0
 
     def draw(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draw input_ids, labels (some ignored) and document_ids, each [batch, tokens]."""
+        """Draw random input_ids, labels (some ignored) and document_ids, each [batch, tokens]."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.batch, self.tokens)
         ids = torch.randint(0, vocab, shape, generator=generator)
@@ -379,8 +381,8 @@ def verify(
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the model computes, that of its unpacked parameters. If there are
-    several, the first other than float64."""
+    """Return the dtype in which the model computes: that of its unpacked parameters, or of several,
+    the first other than float64."""
     every = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return next((dtype for dtype in every if dtype is not torch.float64), torch.float64)
 
@@ -433,7 +435,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
 
 
 class _Side:
-    """Errors of one side's runs, the step's or plain autograd's, and its first outcome."""
+    """Errors in all runs of a step or of plain autograd, and the results of the first run."""
 
     def __init__(self, exact: Outcome) -> None:
         self.exact = exact
@@ -449,7 +451,8 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Result of the same schedule in float64, which shows errors that rounding would hide."""
+    """Result of a float64 step by the same schedule, which shows errors that rounding would
+    hide."""
 
     outcome: Outcome
     judged: Judged
@@ -457,7 +460,7 @@ class Structure:
 
     @property
     def error(self) -> float:
-        """Largest relative error of a gradient."""
+        """Largest relative error of any parameter's gradient."""
         return max([self.loss_error, *(e.error for e in self.judged.errors)])
 
     def passed(self) -> bool:
@@ -502,8 +505,9 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """Return the relative difference of the loss by the model's own attention to the reference's.
-    None for packed documents, which not every attention separates, and below float32."""
+    """Return the relative difference between the model's own loss, by its own attention, and the
+    reference's. None below float32, and for packed documents, which some attention functions
+    mix."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
         return None
@@ -532,8 +536,8 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 
 def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the L2 error relative to the norm of the expected tensor, or to `least` if that is
-    larger. NaN counts as infinite."""
+    """Return the norm of the difference, relative to that of the expected tensor or, if larger, to
+    `least`. NaN counts as infinite."""
     found, expected = found.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
     error = float((found - expected).norm())
@@ -543,7 +547,7 @@ def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 class _Choices(TorchDispatchMode):
-    """Mode that records whether `topk` was called."""
+    """Dispatch mode that notes whether the model calls `topk`."""
 
     def __init__(self) -> None:
         super().__init__()
