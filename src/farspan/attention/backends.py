@@ -36,7 +36,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums and LSEs of tensors in `dtype`: fp32 for 16 and 32 bits, fp64 for
+    """Return the dtype for sums and LSEs of results in `dtype`: fp32 for 16 and 32 bits, fp64 for
     fp64."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -141,8 +141,8 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """Tensors of a backward with one row per query, [B, H, Sq, ...]; out and lse cover all blocks
-    and sinks."""
+    """Tensors with one row per query for a backward, [B, H, Sq, ...]; out and lse are of all
+    keys."""
 
     dout: Tensor
     q: Tensor
@@ -165,8 +165,7 @@ class BlockKernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return out, in the dtype of q, and lse over the keys of this block alone, as new
-        tensors."""
+        """Return out (in q's dtype) and lse over the keys of this block alone, as new tensors."""
 
     def backward(
         self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
@@ -271,10 +270,10 @@ class CudaFlash(BlockKernel):
         return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
-        """Return the window as aten's operation takes it: the number of keys to the left and right
-        of the aligned diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. In a
-        windowed block without causal mask the operation turns right = -1 into Sk, which would hide
-        keys if Sq > Sk + 1."""
+        """Return the window as aten's operation takes it: the number of keys left and right of the
+        aligned diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. Without a
+        causal mask the operation turns right = -1 of a window into Sk, which would hide keys if Sq
+        > Sk + 1."""
         if block.window is None:
             return -1, 0 if block.causal else -1
         assert block.queries <= block.keys + 1, block
@@ -415,8 +414,8 @@ class Padded:
         return dq[..., : queries.q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _wide(self, x: Tensor) -> Tensor:
-        """Pad heads to `width`, contiguous as [B, S, H, D], which vendor kernels take without a
-        copy."""
+        """Pad heads to `width`; the result is contiguous as [B, S, H, D], as vendor kernels
+        need."""
         if x.shape[-1] == self.width:
             return x
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
@@ -493,8 +492,7 @@ class Tiled(BlockKernel):
     def _scores(
         self, q: Tensor, k: Tensor, tile: Block, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return masked scores [B, Hk, R, Sk], and the derivative of capped scores by uncapped
-        ones."""
+        """Return masked scores [B, Hk, R, Sk], and the derivative of the soft cap at each score."""
         dtype = accumulate_dtype(q.dtype)
         scores = _stack(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0

@@ -46,9 +46,8 @@ class KeyValues(Protocol):
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         """Add gradients dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] to the sums for tokens [start,
-        stop) in the batch rows `rows`. The gradients have the model's or the accumulate dtype; the
-        sums must have the accumulate dtype. Called once after each call of `keys`, with the same
-        range."""
+        stop) in the batch rows `rows`. Gradients have the model's or the accumulate dtype; sums
+        have the accumulate dtype. Called once after each call of `keys`, with its range."""
 
 
 @dataclass(frozen=True, slots=True)

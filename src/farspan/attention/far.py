@@ -60,19 +60,16 @@ class FarRun(Protocol[Keys]):
         """Return the far attention of a cell's forward; None if its layer's attention is dense."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return those of a chunk's blocks that are near enough to see in full; `start` is its
-        first token."""
+        """Return those of a chunk's blocks whose keys are near the chunk, at token `start`."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """A function that waits for the measured share of attention weight, or None if not
-        measured."""
+        """Function that waits for the measured share of attention weight; None: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """Shares of dense attention's weight on keys that sampled queries see, over all heads; 1:
-    all."""
+    """Shares of dense attention's weight on keys that sampled queries see, over all heads."""
 
     mean: float
     minimum: float

@@ -59,8 +59,7 @@ QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to another
 
 
 class KVWritten(Exception):
-    """Exception that ends a layer's forward once its K and V are written, if its output is not
-    needed."""
+    """Exception that ends a layer's forward after its K, V are written, if no output is needed."""
 
 
 @dataclass(slots=True)
@@ -104,8 +103,7 @@ class ChunkAttention:
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange q, k, v of this rank's tokens for those of its heads, and write K, V to a
-        buffer."""
+        """Exchange q, k, v of this rank's tokens for those of its heads, and write K, V."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
                 self.write(*exchange.to_heads(k, v))
@@ -183,23 +181,20 @@ class ChunkAttention:
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
-        """Return the whole dK, dV of the chunk's keys: this chunk's part plus later chunks'
-        sums."""
+        """Return the whole dK, dV of the chunk's keys: the given part plus later chunks' sums."""
         assert self.own_dkv is not None
         later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return the exchange of heads in pieces during attention, or None if it is not in
-        pieces."""
+        """Return the exchange of heads in pieces during attention; None: in one piece before."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
 
 
 class _Attend(torch.autograd.Function):
-    """Autograd function of a chunk's attention. Its backward adds dK, dV of earlier chunks to
-    buffers."""
+    """Autograd function of a chunk's attention; its backward adds dK, dV of earlier chunks."""
 
     @staticmethod
     def forward(
@@ -339,8 +334,7 @@ class AttentionContext:
         return cell
 
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
-        """Set the buffers that a cell's backward reads, and start fetching keys and sums of dK,
-        dV."""
+        """Set the buffers of a cell's backward, and start fetching keys and sums of dK, dV."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
         self._fetch(cell, i.layer, i.chunk)
         if cell.far is not None:
@@ -386,8 +380,7 @@ class AttentionContext:
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Return the blocks of (queries, keys) to compute with the keys of the rank at place `ring`
-        in ring attention."""
+        """Return the blocks of queries and keys whose keys the rank with index `ring` has."""
         program = self.program
         spec = program.model.layers[layer]
         if chunk != self.chunk:
@@ -405,8 +398,7 @@ class AttentionContext:
         return self.blocks[key]
 
     def runs(self, chunk: int) -> Sequence[tuple[Run, ...]] | None:
-        """Return, per row, the runs of queries of one document; None if each row is one
-        document."""
+        """Return, per row, ranges of queries of one document; None if each row is one document."""
         rows, (start, stop) = self.inputs.documents, self.queries(chunk)
         if rows is None or start == stop:
             return None
@@ -437,8 +429,7 @@ class AttentionContext:
         return start == stop
 
     def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
-        """Set up the cell's exchanges with ranks that have other tokens, heads or keys of the
-        chunk."""
+        """Set the cell's exchanges with ranks that have other tokens, heads or keys."""
         program, rank = self.program, self.program.share.rank
         cell.exchange = self._exchange(rank, i.chunk)
         cell.spread = self._spread(rank, i.layer, i.chunk)
@@ -447,8 +438,7 @@ class AttentionContext:
             cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
-        """Return the exchange of a chunk's tensors from this rank's tokens (all heads) to this
-        rank's heads (all tokens)."""
+        """Return the exchange of this rank's tokens (all heads) for its heads (all tokens)."""
         assert self.ranks is not None
         ulysses = None
         if rank.layout.ulysses > 1:

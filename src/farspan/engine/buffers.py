@@ -108,8 +108,7 @@ class ProgramBuffers:
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """View a buffer whose chunks all have tensors of one shape as one tensor [chunks,
-        *shape]."""
+        """View a buffer whose chunks all have data of one shape as one tensor [chunks, *shape]."""
         buffer = self.program.buffers[name]
         assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)
@@ -230,8 +229,7 @@ class KVPrefix:
         return self.storage.rows(self.keys_in, (start, stop), self.layer)
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add dK [b, Hk, T, D] and dV of tokens [start, stop), for the b batch `rows`, to the
-        sums."""
+        """Add dK [b, Hk, T, D] and dV of tokens [start, stop) to the sums of batch rows `rows`."""
         self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
 
     def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
@@ -302,8 +300,8 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """Return all tokens of one of the layer's buffers; the device reads host memory
-        directly."""
+        """Return all tokens of one of the layer's buffers; the device reads host memory in
+        place."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)

@@ -76,8 +76,7 @@ KERNEL_MODEL = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
 
 @dataclass(frozen=True, slots=True)
 class FastestKernel:
-    """Fastest attention kernel on one device in one dtype, and its slowdown if made
-    deterministic."""
+    """Fastest attention kernel on one device in one dtype, and the slowdown of determinism."""
 
     kernel: AttentionKernel | None = None  # None: no kernels to choose from
     deterministic: float = 1.0  # time of the fastest deterministic kernel over that of `kernel`

@@ -221,8 +221,7 @@ def inputs_of(
 def _count(
     same: Agreement, model: PreparedModel, inputs: StepInputs, trained_tokens: int | None
 ) -> int:
-    """Return the divisor of the summed loss: at least 1, so that the loss without trained tokens is
-    0."""
+    """Return the divisor of the summed loss: at least 1, as a batch may have no trained tokens."""
     if trained_tokens is not None:
         return trained_tokens
     if inputs.weights is not None:

@@ -171,8 +171,7 @@ class GradientAccumulator:
                 accumulate(parameter, total.to(parameter.grad_dtype or total.dtype))
 
     def reduce(self, unit: int) -> None:
-        """Add a unit's gradients (one layer's, or those outside the layers) over ranks to
-        `.grad`."""
+        """Add gradients of a unit (a layer, or all modules outside) over ranks to `.grad`."""
         assert self._reduce is not None
         self._reduce(unit, self._open)
 
@@ -182,8 +181,7 @@ RunChunk = Callable[[Tensor], Tensor]  # a layer on its chunk
 
 class GraphEntry(torch.autograd.Function):
     """Autograd identity at the start of a cell's graph; its backward appends the gradient of the
-    cell's input to `sink`. The graph keeps no reference to the input, which may leave the
-    device."""
+    input to `sink`. The graph keeps no reference to the input, which may leave the device."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, sink: list[Tensor]) -> Tensor:
@@ -206,8 +204,7 @@ class GraphInput:
 
 
 def enter(tensor: Tensor) -> tuple[Tensor, GraphInput]:
-    """Return a tensor as the input of a new graph, and its `GraphInput`. Gradients must be
-    enabled."""
+    """Return a tensor as the input of a new graph, and its `GraphInput`. Autograd must be on."""
     graph_input = GraphInput(tensor.new_zeros(0, requires_grad=True), [])
     return GraphEntry.apply(graph_input.anchor, tensor, graph_input.sink), graph_input
 
@@ -224,8 +221,7 @@ class Graph:
 def build_graph(
     run: RunChunk, hidden: Tensor, saved: SavedActivations | None = None
 ) -> tuple[Graph, Tensor]:
-    """Run a layer and return its graph and output; `saved`, if not None, stores what autograd
-    saves."""
+    """Run a layer and return its graph and output; `saved` (or None) takes what autograd saves."""
     with torch.enable_grad():
         entered, graph_input = enter(hidden)
         with nullcontext() if saved is None else saved.hooks():
@@ -264,7 +260,7 @@ PROBE_ROWS = 16  # rows and columns of the probed product
 @cache
 def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the device can add a product of this dtype to a wider sum in one kernel, by
-    trying one: cuBLAS can since PyTorch 2.11. False on a CPU, where plans count autograd's
+    trying: cuBLAS can since PyTorch 2.11. False on a CPU, where plans count autograd's
     gradients."""
     if device.type != "cuda":
         return False
@@ -287,8 +283,7 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class AccumulatingLinears(Linears):
-    """Replacement forwards for linear modules that add weight gradients directly to sums over
-    chunks."""
+    """Forwards for linear modules whose backward adds weight gradients directly to the sums."""
 
     adds: bool = True  # products add to sums; False: autograd returns the gradients
     gradients: GradientAccumulator | None = None  # of the running step
@@ -316,9 +311,8 @@ class AccumulatingLinears(Linears):
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
         """Run the MLP's last linear module, or skip its product if no instruction reads the layer's
-        output. A 7B layer that runs again for its backward then has 29% fewer products; act(gate) *
-        up is computed in the backward of the gate. The skipped output is NaN, and the residual sum
-        its only reader."""
+        output. A 7B layer that runs again for its backward then has 29% fewer products; the
+        backward of the gate computes act(gate) * up. The skipped output is NaN."""
         if not (self.unread and self._may(down, gate)):
             return Linears.last(self, down, gate, up, act)
         return _Unread.apply(gate, up, down.weight, down.bias, act, self)
@@ -333,8 +327,7 @@ class AccumulatingLinears(Linears):
         return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
-        """Add a weight's gradient to its sum and return None, or return it if autograd has to add
-        it."""
+        """Add a weight's gradient to its sum and return None, or return it for autograd to add."""
         if not self.adds:
             return dout.t() @ x
         assert self.gradients is not None, "no step runs"
@@ -350,8 +343,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_trained(module: nn.Module, x: Tensor) -> bool:
-    """Return whether the weight is a trained parameter without hooks, so its gradient is only
-    summed."""
+    """Return whether the weight is a trained parameter without hooks, in the input's dtype."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or weight._backward_hooks:
         return False

@@ -58,8 +58,7 @@ class TopIds(LogProbs):
             raise UnsupportedError(f"k: expected 1 to {self.vocab or 'vocab_size'}, got {self.k}")
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
-        """Return [n, 2 k] from logits [n, V]: k ids, the most likely first, then their
-        log-probabilities."""
+        """Return k ids, then their log-probabilities, the most likely first: [n, 2 k]."""
         normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
         found, ids = normal[:, : self.vocab].topk(self.k, -1)
         return torch.cat((ids.to(found.dtype), found), 1)
@@ -78,8 +77,7 @@ class ValueHead:
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return k values for each token, [B, C, k], from hidden [B, C, h] and targets [B, C,
-        ...]."""
+        """Return k values per token, [B, C, k], from hidden [B, C, h] and targets [B, C, ...]."""
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
@@ -94,8 +92,8 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden` from the values' gradient `given`, [B, C, k] or, of the
-        first value only, [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
+        """Return the gradient of `hidden`; `given` is the gradient of the values, [B, C, k], or of
+        the first, [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
         head's)."""
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]

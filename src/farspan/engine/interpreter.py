@@ -98,8 +98,7 @@ class SparingLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class CutLayers(Layers):
-    """Layers with weights sliced by tensor parallelism, which take this rank's tokens of a
-    chunk."""
+    """Layers with weights sliced by tensor parallelism; each rank gives its own tokens."""
 
     tensor: TensorParallel
     program: Program
@@ -211,8 +210,7 @@ class Interpreter:
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
         """Run the instructions from the next one to the last, or up to index `until`. Return the
-        mean loss, float64. `orders` are the instructions' waits, if copies overlap with
-        computation."""
+        mean loss, float64. `orders` are instructions' waits, if copies overlap with computation."""
         now = self.registers
         if orders is not None and now.order is None:
             now.order = StreamOrder(self.storage.copies, orders)

@@ -226,8 +226,8 @@ class Flash4(BlockKernel):
 def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
     """Return how FlashAttention-4 fails on this device, or None if it works. Its forward and
     backward are compared with plain PyTorch on a causal square, a rectangle and a window, with
-    heads of `width`: farspan's backward needs the package's private functions, which may change at
-    any release."""
+    heads of `width`: farspan calls the package's private functions, which may change at any
+    release."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(heads: int, tokens: int) -> Tensor:
@@ -420,8 +420,7 @@ def refuse_cublas(device: torch.device) -> None:
 
 
 def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
-    """Return the token counts of calls: whole chunks, a shorter last chunk, and ranks' parts of
-    each."""
+    """Return the token counts of whole chunks, of a shorter last chunk, and of ranks' parts."""
     ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
     found = {length for length in ends if length <= most}
     for length in ends - found:

@@ -53,8 +53,7 @@ def make_inputs(
     several: bool = False,
 ) -> StepInputs:
     """Check a step's input tensors, and derive targets, positions and documents. With `several`,
-    labels are k ids per token, [batch, tokens, k]. Raises UnsupportedError, which names the
-    argument."""
+    labels are k ids per token, [batch, tokens, k]. Raises UnsupportedError naming the argument."""
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise UnsupportedError(
@@ -180,8 +179,7 @@ class LossHead:
     fused: bool = False  # one kernel computes the loss and overwrites the logits by their gradient
 
     def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """Return a chunk's part of the mean loss, from hidden [B, C, h], targets and weights [B,
-        C]."""
+        """Return a chunk's part of the mean loss, for hidden [B, C, h], targets, weights [B, C]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for span in pieces_of(hidden, self.piece, self.stages.vocab):
@@ -211,8 +209,7 @@ class LossHead:
         weights: Tensor | None,
         gradients: GradientAccumulator,
     ) -> tuple[Tensor, Tensor]:
-        """Return a chunk's part of the loss and the gradient of `hidden`; add weight gradients to
-        `gradients`."""
+        """Return a chunk's part of the loss, and the gradient of `hidden`; sum those of weights."""
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
@@ -230,8 +227,7 @@ class LossHead:
     def _differentiate(
         self, piece: Tensor, targets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the loss of some tokens, and the gradients of their hidden states and of
-        parameters."""
+        """Return the loss of some tokens, and gradients of their hidden states and of weights."""
         wanted = [piece, *self.parameters]
         if not self.fused:
             with torch.enable_grad():
@@ -276,8 +272,7 @@ class LossHead:
 
 
 def pieces_of(hidden: Tensor, most: int, vocab: int) -> list[slice]:
-    """Return slices of at most `most` tokens that together cover C tokens of hidden states [B, C,
-    h]."""
+    """Return slices of at most `most` tokens that together cover hidden states [B, C, h]."""
     batch, tokens, _ = hidden.shape
     # A kernel of the loss may index logits with 32 bits.
     piece = min(most, max(1, most_tokens(batch * vocab)))
@@ -290,8 +285,7 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Add to `storages` every storage that autograd saves in the body, since these must not be
-    overwritten."""
+    """Add every storage that autograd saves in the body to `storages`: no one may overwrite it."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

@@ -23,9 +23,8 @@ from farspan.spec import Tier
 
 
 class LiveStorage(UncompiledMode):
-    """Counter of the bytes of all storages that were created in the context and are still alive. It
-    costs about 6 microseconds per operation, and does not see memory that an operator allocates and
-    frees itself."""
+    """Counter of the bytes of all storages created in the context and still alive. It costs about 6
+    microseconds per operation, and does not see memory that an operator frees itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,8 +70,7 @@ class LiveStorage(UncompiledMode):
 
 class PeakMemory:
     """Meter of the peak bytes of new tensors on a device, inside a context. On a CPU it counts
-    everything that torch allocates, for both tiers; on a GPU, allocated bytes beyond those at the
-    start."""
+    everything that torch allocates, for both tiers; on a GPU, what is added after the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -233,7 +231,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """Return a lower bound of the bytes of a chunk's autograd graphs, from the layers' saved
+    """Return a lower bound of the bytes of a chunk's graphs, from each layer's saved
     activations."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers

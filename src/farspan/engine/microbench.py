@@ -128,8 +128,7 @@ class Bench:
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """Return twice the seconds of `short` minus those of `long`, run by turns, the fastest of
-        each."""
+        """Return twice the seconds of `short` minus those of `long`; each is its fastest run."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)
@@ -156,8 +155,7 @@ class Bench:
         return bool(keys) and all(self._agreed(*key) for key in keys)
 
     def spread(self) -> dict[str, float]:
-        """Return by field how many times as long as the fastest pass the slowest took, for the
-        field's worst call."""
+        """Return, per field, the largest ratio of a call's slowest pass to its fastest."""
         found: dict[str, float] = {}
         for (name, _), looks in self.looks.items():
             found[name] = max(found.get(name, 1.0), max(looks) / max(min(looks), 1e-9))
@@ -200,8 +198,8 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield a linear layer's products y = x W.T and dx = dy W, x [4w, w] and W [w, w], for growing
-    widths w."""
+    """Yield the products y = x W.T and dx = dy W of linear layers, x [4w, w], W [w, w], for rising
+    w."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 
@@ -232,8 +230,7 @@ def _linears(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor,
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """Inputs of one attention call, C queries on C keys, with the strides of the engine's
-    tensors."""
+    """Inputs of one attention call, C queries on C keys, strided as the engine's tensors."""
 
     kernel: BlockKernel
     block: Block
@@ -301,8 +298,7 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
 def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> float:
     """Return the seconds of softmax per query, key and head, recorded for the field `name`. Heads
     half as wide take half of the products' time p, and all of the softmax's time s: t = p + s with
-    wide heads, p / 2 + s with narrow heads. The two are timed by turns, since their difference is
-    small."""
+    wide heads, p / 2 + s with narrow heads. Both run by turns, since their difference is small."""
     tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
     wide, narrow = (
         attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)

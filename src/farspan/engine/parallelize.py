@@ -1,5 +1,4 @@
-"""Shard a model over ranks: slice and gather its weights, sum gradients, and serve the
-optimizer."""
+"""Shard a model over ranks: slice and gather weights, sum gradients, and serve the optimizer."""
 
 import hashlib
 import re
@@ -76,14 +75,12 @@ class ShardedModel:
 
     @property
     def rank(self) -> Rank:
-        """This rank, in the layout by which its programs are built (without FSDP if weights are
-        whole)."""
+        """This rank, in the layout of its programs: without FSDP if weights are whole."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
     def refuse_elsewhere(self, schedule: Schedule) -> None:
-        """Raise UnsupportedError if the schedule's tier for weights is not where the model has
-        them."""
+        """Raise UnsupportedError unless the weights are on the schedule's tier."""
         on_host, there = schedule.weights is Tier.HOST, self.sharded.offload
         if on_host != there and (on_host or self.sharded.stage is Stage.ZERO_0):
             place = Tier.HOST if there else Tier.DEVICE
@@ -154,8 +151,7 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 def inside(model: nn.Module) -> Look:
     """Return a description of the model without attributes that trainers and loaders set on the
-    whole model, such as a `forward` or a device map. The model's numbers, such as a scale of
-    logits, stay."""
+    whole model, such as a `forward` or device map. Its numbers, such as a scale of logits, stay."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -390,8 +386,8 @@ def _fill(
 def _drop_other_stages(
     stages: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
-    """Move layers of other pipeline stages to the meta device; return the indices of this
-    stage's."""
+    """Move other pipeline stages' layers to the meta device; return the layer indices of this
+    stage."""
     pipeline_stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(stages.layers), pipeline_stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))

@@ -244,8 +244,7 @@ def _outer(
 
 
 def _look_at(model: nn.Module, stages: CausalLMStages, sharded: ShardedModel | None) -> Look:
-    """Return a comparable snapshot of the model; if sharded, without attributes that trainers
-    set."""
+    """Return a comparable snapshot of the model, without trainers' attributes if it is sharded."""
     return look(model) if sharded is None else inside(stages.model)
 
 

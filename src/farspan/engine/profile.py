@@ -185,8 +185,7 @@ class _Way:
         return form(**asdict(self))
 
     def lengths(self) -> Lengths:
-        """Return the lengths in tokens (with tiles, of chunk and tile) at which cells are
-        measured."""
+        """Return the lengths in tokens (with tiles: of chunk and tile) to measure cells at."""
         return CHUNKS_AND_PIECES if self.tiled else tuple((c,) for c in LENGTHS)
 
     def layers(self, measured: _Subject, layer: int, tile: Sequence[int]) -> Layers:
@@ -552,8 +551,7 @@ class _Outside:
         piece: int = 1,
         fresh: Sequence[nn.Parameter] = (),
     ) -> CellPass:
-        """Run and measure one instruction. The gradient sums of parameters in `fresh` do not exist
-        yet."""
+        """Run and measure one instruction; gradient sums of `fresh` parameters do not exist yet."""
         measured = self.measured
         _set_sums(self.parameters, exist=True)
         _set_sums(fresh, exist=False)

@@ -61,8 +61,7 @@ class RecurrentCell:
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Return whether a document ends inside the chunk: then the bytes saved are not known in
-        advance."""
+        """Return whether a document ends inside the chunk, so that saved bytes are not planned."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -151,8 +150,7 @@ class Recurrent:
         )
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
-        """Return a function that runs a cell's forward again in its backward, to build the
-        graph."""
+        """Return a function that runs a cell's forward again, for its backward."""
         cell.before = self._before(i.layer, i.chunk, i.prefix)
         return cell.run
 
@@ -169,8 +167,7 @@ class Recurrent:
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the graph edges of the state that the cell left, and the state's gradients from
-        the next chunk."""
+        """Return the graph edges of the state that the cell left, and its gradients."""
         if self._is_last(i.chunk) or not cell.spec.state:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
@@ -231,8 +228,7 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the arguments of a layer's call on a piece with `tokens` tokens; one may be
-        padding."""
+        """Return the arguments of a layer's call on `tokens` tokens: a piece, and maybe padding."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens
@@ -254,8 +250,7 @@ class Recurrent:
         return prefix
 
     def _spans(self, chunk: int, name: str) -> list[Span]:
-        """Return the token ranges of the previous chunk, in blocks to fetch if it is on the
-        host."""
+        """Return the token range of the previous chunk; if on the host, in blocks to fetch."""
         start, stop = self.program.share.keys.rows[chunk - 1]
         if self.program.buffers[name].tier is Tier.DEVICE:
             return [(start, stop)]

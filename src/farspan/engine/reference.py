@@ -140,8 +140,7 @@ class Function:
         return replace(self, dtype=torch.float64)
 
     def selector(self, *_: Any, **__: Any) -> GivenSelector | None:
-        """Return the function with which a compared step chooses pages; None for dense
-        attention."""
+        """Return the function that chooses pages in the compared step; None: dense attention."""
         return None
 
     def rule(self) -> str:

@@ -75,7 +75,7 @@ class _Streamed:
     norm: Tensor | None = None  # L2 norm of `home`, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
-        """Return views of the parameter's tensors in an arena where its unit begins at byte
+        """Return views of the parameter's tensors in an arena, for a unit that begins at
         `start`."""
         parts = zip(self.offsets, parts_of(self.own), strict=True)
         return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
@@ -118,8 +118,7 @@ class _StreamedUnit:
 
 class StreamedWeights:
     """Weights of a model in main memory, copied to the device layer by layer. Unit l is layer l,
-    the last unit all modules outside. The first step with gradients allocates memory for
-    gradients."""
+    the last unit all modules outside. The first step with gradients allocates their memory."""
 
     def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Move the model to main memory, in place; steps compute on the device of `stages`. Raises
@@ -185,8 +184,7 @@ class StreamedWeights:
             start += aligned(one.sum_size)
 
     def release(self) -> None:
-        """Drop and unlock the memory of gradients. A `.grad` that is a view of the memory keeps its
-        values."""
+        """Drop and unlock the memory of gradients. A `.grad` that views this memory stays valid."""
         for one in self._units:
             one.settle()
         for p in self._all():
@@ -240,8 +238,7 @@ class StreamedWeights:
         )
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """Return the user's trained parameters by unit, in the order in which a step fetches
-        units."""
+        """Return the user's trained parameters, by unit, in the order in which a step fetches."""
         units = [*self._units[-1:], *self._units[:-1]]
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
@@ -255,8 +252,7 @@ class StreamedWeights:
         }
 
     def await_update(self, updated: "Sequence[Future[None]]") -> None:
-        """Make the next step wait for each unit's future before it fetches the unit; futures are in
-        the order of `trained`."""
+        """Make the next step wait for a unit's future before its fetch; order as in `trained`."""
         units = [*self._units[-1:], *self._units[:-1]]
         for one, done in zip(units, updated, strict=True):
             one.updated = done

@@ -244,8 +244,7 @@ class CopyEngine:
     """Copier of tensors between device and host, which counts the bytes of each direction."""
 
     def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
-        """With `overlap` copies run on their own streams. Raises UnsupportedError on devices other
-        than CUDA."""
+        """With `overlap`, copies run on their own streams. Raises UnsupportedError without CUDA."""
         if overlap and device.type != "cuda":
             raise UnsupportedError(
                 f"overlap: copies can overlap only on CUDA, not on {device}; leave overlap unset"
@@ -284,8 +283,7 @@ class CopyEngine:
     # -- rows of host memory that the device reads and writes in place ---------------------------
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Copy n chosen rows of a host tensor (`Arena.view`, mapped) to the device, [n, D],
-        contiguous."""
+        """Copy rows of a host tensor (`Arena.view`, mapped) to the device, [n, D], contiguous."""
         with self.on(Lane.FETCH):
             wide, source = _wide(target, source)
             if source.device != wide.device:
@@ -314,8 +312,7 @@ class CopyEngine:
             target.copy_(source)
 
     def read(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start copying a small tensor to the CPU. Returns a function that waits for the copy and
-        returns it."""
+        """Start copying a small tensor to the CPU; return a function that waits and returns it."""
         if tensor.device.type == "cpu":
             return lambda: tensor
         try:
@@ -353,8 +350,7 @@ class CopyEngine:
     # -- order -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Make the copy streams wait for the caller's work so far. See Note: [Lanes fork and join
-        at a step's ends]."""
+        """Make copy streams wait for the caller's work: [Lanes fork and join at a step's ends]."""
         computed = self.record(Lane.COMPUTE)
         for lane in self._streams:
             self.wait(lane, computed)
@@ -403,8 +399,7 @@ def _divides(whole: int, rows: Tensor) -> bool:
 
 
 def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> None:
-    """Launch kernel `take_rows` or `add_rows`; `rows` are indices into the tensor with more
-    rows."""
+    """Launch kernel `take_rows` or `add_rows`; `rows` index the tensor that has more rows."""
     width = target.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * target.element_size()))
@@ -427,8 +422,7 @@ class StreamOrder:
         self.events: dict[Wait, Any] = {}
 
     def before(self, index: int) -> None:
-        """Make the stream of instruction `index` wait for earlier instructions that it depends
-        on."""
+        """Make the stream of instruction `index` wait for the instructions that it follows."""
         for lane, after in self.orders[index].items():
             for wait in after:
                 self.copies.wait(lane, self.events[wait])
@@ -437,8 +431,7 @@ class StreamOrder:
                     del self.events[wait]
 
     def after(self, index: int) -> None:
-        """Record an event for instruction `index`, just issued, if a later instruction waits for
-        it."""
+        """Record an event for instruction `index`, just issued, if a later one waits for it."""
         for lane in self.orders[index]:
             wait = Wait(lane, index)
             if self.to_come[wait]:

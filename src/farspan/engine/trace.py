@@ -80,8 +80,7 @@ FLASH_HEAD_DIM = 32  # and head sizes
 
 
 class Temporary(StrEnum):
-    """A kind of memory that kernels allocate internally, so that a dispatch mode does not see
-    it."""
+    """A kind of memory that kernels allocate internally, which no dispatch mode sees."""
 
     CUBLAS = "cublas"  # workspace allocated at the first product of each thread, never freed
     FLASH = "flash"  # the backward: fp32 dQ, row sums, dK and dV of every query head
@@ -106,13 +105,11 @@ class Temporaries:
     kinds: frozenset[Temporary]
 
     def workspace(self, func: Any) -> int:
-        """Return the bytes that a thread's first operation of this kind allocates and never
-        frees."""
+        """Return the bytes that a thread's first such operation allocates and never frees."""
         return CUBLAS_WORKSPACE if Temporary.CUBLAS in self.kinds and func in PRODUCTS else 0
 
     def within(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
-        """Return the bytes of each block that a kernel allocates and frees internally, all at
-        once."""
+        """Return the bytes of each block that a kernel allocates internally, and then frees."""
         if func in FLASH_BACKWARD and Temporary.FLASH in self.kinds:
             return tuple(_flash_backward(func, args))
         if func is EMBEDDING_BACKWARD and Temporary.EMBEDDING in self.kinds:
@@ -184,16 +181,14 @@ class Recorder(UncompiledMode):
                 self.lasting.add(self._born(storage))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors made in a step, such as optimizer states, as part of no step from now
-        on."""
+        """Count tensors that a step made, such as optimizer states, as part of no step."""
         for tensor in tensors:
             death = self._alive.get(tensor.untyped_storage()._cdata)
             if death is not None and death.tensor is not None:
                 self.lasting.add(death.tensor)
 
     def trace(self, name: str, *, lasting: bool = True) -> Trace:
-        """Return the trace so far; without `lasting`, tensors that are part of no step are left
-        out."""
+        """Return the trace so far; without `lasting`, it omits tensors that are part of no step."""
         left_out: set[int] = set() if lasting else self.lasting
         kept = (e for e in self.events if isinstance(e, Mark) or e.tensor not in left_out)
         return Trace(tuple(kept), name)
@@ -256,8 +251,7 @@ class Recorder(UncompiledMode):
             self.events.append(FreeEvent(death.tensor))
 
     def _borrow(self, func: Any, args: Sequence[Any]) -> None:
-        """Record memory that a kernel allocates internally, and a thread's workspace at its first
-        use."""
+        """Record memory that a kernel allocates internally, and a thread's new workspace."""
         thread = in_backward()  # autograd runs on its own thread, with its own handles
         workspace = self._temporaries.workspace(func)
         if workspace and thread not in self._handles:
@@ -337,8 +331,7 @@ def _is_of(key: int, args: Sequence[Any]) -> bool:
 
 
 def _is_sole_dense(tensor: Tensor) -> bool:
-    """Return whether no other tensor shares this tensor's storage, and the elements have no
-    gaps."""
+    """Return whether a tensor alone uses its storage, and its elements have no gaps."""
     key = tensor.untyped_storage()._cdata
     # One reference is the tensor's, the other the storage wrapper's.
     sole = torch._C._storage_Use_Count(key) == 2
@@ -376,8 +369,7 @@ EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with
 
 
 def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """Return a configuration with only its first layers, or all if None. Raises
-    UnsupportedError."""
+    """Return a configuration with its first layers only; None: all. Raises UnsupportedError."""
     if layers is None:
         return config
     name = next((name for name in LAYERS if name in config), LAYERS[0])

@@ -135,8 +135,7 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
-    """Mark where each layer's forward and backward, the head and the embedding begin in the
-    trace."""
+    """Mark where forward and backward of each layer, the head and the embedding begin."""
     layers = CausalLMStages(model).layers
     last = len(layers) - 1
 
@@ -238,8 +237,8 @@ def trace_cells(
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
     """Trace a farspan step of each program on a meta model. Each device arena is one allocation, as
-    in a run: its buffers have the addresses of the plan. Raises UnsupportedError for a model whose
-    step depends on values."""
+    in a run: its buffers have the plan's addresses. Raises UnsupportedError if a step depends on
+    values."""
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     with recorder:
@@ -394,8 +393,7 @@ class TraceRequest:
 
 
 def own_strategy(name: str) -> str | None:
-    """Return farspan's strategy of this name, or None for plain training. Raises
-    UnsupportedError."""
+    """Return farspan's strategy of this name; None: plain training. Raises UnsupportedError."""
     if name in tuple(Checkpointing):
         return None
     own = name.removeprefix(OWN)

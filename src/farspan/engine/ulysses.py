@@ -100,8 +100,7 @@ class HeadExchange:
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def begin_tokens(self, *tensors: Tensor) -> Coming:
-        """Start the all-to-all from this rank's heads back to its tokens; each tensor has the same
-        heads of every rank."""
+        """Start the exchange back to this rank's tokens; tensors have some heads of every rank."""
         if self.ulysses is None:
             return lambda: [self._filled(x) for x in tensors]
         coming = self.ulysses.to_tokens(tensors)
@@ -143,8 +142,7 @@ AttentionGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv,
 
 @dataclass(frozen=True, slots=True)
 class OverlappedUlysses:
-    """Exchange of a cell's heads in pieces: while attention runs on one piece, the next one
-    travels."""
+    """Exchange of a cell's heads in pieces: attention runs on one piece while the next travels."""
 
     pieces: tuple[Piece, ...]
     exchange: HeadExchange

@@ -51,8 +51,7 @@ def ask(
     document_ids: Tensor | None,
     targets: Tensor | None = None,
 ) -> AskedValues:
-    """Check the arguments of `step.values` or `step.logprobs` on all ranks. Raises
-    UnsupportedError."""
+    """Check arguments of `step.values` or `step.logprobs` on all ranks. Raises UnsupportedError."""
     own: list[nn.Parameter] = []
     if isinstance(function, nn.Module):
         refuse_dropout_of_head(function)
@@ -119,8 +118,7 @@ def value_head(
 
 @dataclass(slots=True)
 class OpenForward:
-    """A forward that has returned values for each token, and waits for the backward of their
-    loss."""
+    """A forward that has returned values for each token, and waits for their backward."""
 
     runner: Runner
     ready: Ready

@@ -81,9 +81,9 @@ Errors = dict[str, float]  # relative, by a parameter's name
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision it is the
-    error in the run where its ratio to plain autograd's is least; for a model with experts, over
-    all runs."""
+    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision it is that
+    of the run with the least ratio to plain autograd's error; for a model with experts, over all
+    runs."""
 
     name: str
     error: float
@@ -101,8 +101,7 @@ class Judged:
     most: float = float("inf")  # limit of `ratio`
 
     def passed(self, loss: float) -> bool:
-        """Return whether all gradient errors, and the loss's error `loss`, are within their
-        limits."""
+        """Return whether all gradients' errors and `loss`, the loss's error, are within limits."""
         within = all(e.error <= e.limit for e in self.errors) and loss <= self.loss
         return within and (self.ratio is None or self.ratio <= self.most)
 
@@ -145,8 +144,8 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return, by name, the factor by which a step's error may exceed plain autograd's in all of
-    `runs` runs."""
+    """Return, by name, by what factor a step's error may exceed plain autograd's in all `runs`
+    runs."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
@@ -172,8 +171,7 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
 def _least_off(
     plain: list[Errors], steps: list[Errors], name: str, names: list[str], factor: float
 ) -> GradientError:
-    """Return a parameter's error in the run where its ratio to plain autograd's is least; infinite
-    if all ratios are."""
+    """Return a parameter's error in the run with the least ratio to plain autograd's error."""
     ratio, own = min(
         (median(_ratio(step[n], run[n]) for n in names), median(run[n] for n in names))
         for step, run in zip(steps, plain, strict=True)
@@ -451,8 +449,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Result of a float64 step by the same schedule, which shows errors that rounding would
-    hide."""
+    """Result of a float64 step by the same schedule: it shows errors that rounding would hide."""
 
     outcome: Outcome
     judged: Judged
@@ -505,9 +502,8 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """Return the relative difference between the model's own loss, by its own attention, and the
-    reference's. None below float32, and for packed documents, which some attention functions
-    mix."""
+    """Return the relative difference of the loss by the model's own attention to the reference's;
+    None below float32, and for packed documents, which some attention functions mix."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
         return None

@@ -30,8 +30,7 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Kernel argument: [B, H, T, D] with inner stride 1, or [T, B, H, D] with its strides
-    reordered."""
+    """Kernel argument: [B, H, T, D] with inner stride 1, or a permuted view [T, B, H, D]."""
 
     base: Any
     batch: int
@@ -40,8 +39,7 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors and the sizes of the two inner indices, encoded by
-    `veiled`."""
+    """Kernel argument: the number of vectors and the sizes of two inner indices, by `veiled`."""
 
     rows: int
     second: int
@@ -82,8 +80,7 @@ _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default
 
 @contextmanager
 def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Run the body, and call `hear` with each kernel launch on the meta device, where nothing
-    runs."""
+    """Run the body, and call `hear` with each kernel launch on the meta device."""
     token = _launched.set(hear)
     try:
         yield
