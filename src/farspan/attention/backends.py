@@ -36,8 +36,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums and LSEs of results in `dtype`: fp32 for 16 and 32 bits, fp64 for
-    fp64."""
+    """Return the dtype for sums and LSEs: fp32 for a `dtype` of 16 or 32 bits, fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -74,9 +73,9 @@ def reference(
 def merged(
     out: Tensor, lse: Tensor, parts: Sequence[operations.Part], dtype: torch.dtype
 ) -> Tensor:
-    """Merge one or two partial results of a softmax into out and lse by one kernel. `lse` changes
-    in place; return out in `dtype`: changed in place if it has that dtype, else a new tensor with
-    its layout."""
+    """Merge one or two partial softmax results into out and lse by one kernel, `lse` in place;
+    return out in `dtype`: changed in place if it has that dtype, else a new tensor with its
+    layout."""
     into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
     operations.merge_(out, lse, *parts, into=into)
     return into
@@ -141,7 +140,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """Tensors with one row per query for a backward, [B, H, Sq, ...]; out and lse are of all
+    """Tensors of a backward that have a row per query, [B, H, Sq, ...]; out and lse are of all
     keys."""
 
     dout: Tensor
@@ -272,7 +271,7 @@ class CudaFlash(BlockKernel):
     def window(self, block: Block) -> tuple[int, int]:
         """Return the window as aten's operation takes it: the number of keys left and right of the
         aligned diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. Without a
-        causal mask the operation turns right = -1 of a window into Sk, which would hide keys if Sq
+        causal mask, the operation turns a window's right = -1 into Sk, which would hide keys if Sq
         > Sk + 1."""
         if block.window is None:
             return -1, 0 if block.causal else -1
@@ -414,8 +413,7 @@ class Padded:
         return dq[..., : queries.q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _wide(self, x: Tensor) -> Tensor:
-        """Pad heads to `width`; the result is contiguous as [B, S, H, D], as vendor kernels
-        need."""
+        """Pad heads to `width`; the result is contiguous as [B, S, H, D], for vendor kernels."""
         if x.shape[-1] == self.width:
             return x
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)

@@ -228,8 +228,8 @@ class _Joined:
 
 class _BlockSum:
     """Sum of a gradient over several blocks. The first block's gradient, if of full size, becomes
-    the sum without a copy, since kernels return new tensors. Up to two gradients of full size wait,
-    to be added by one kernel."""
+    the sum without a copy, since kernels return new tensors. One kernel adds two gradients of full
+    size."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, call: AttentionCall) -> None:
         self.like, self.dtype, self.call = like, dtype, call

@@ -300,8 +300,7 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """Return all tokens of one of the layer's buffers; the device reads host memory in
-        place."""
+        """Return all tokens of one of the layer's buffers; a device reads host memory in place."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)

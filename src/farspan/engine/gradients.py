@@ -260,8 +260,7 @@ PROBE_ROWS = 16  # rows and columns of the probed product
 @cache
 def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the device can add a product of this dtype to a wider sum in one kernel, by
-    trying: cuBLAS can since PyTorch 2.11. False on a CPU, where plans count autograd's
-    gradients."""
+    trying: cuBLAS can since PyTorch 2.11. False on CPUs: plans count autograd's gradients there."""
     if device.type != "cuda":
         return False
     x = (

@@ -92,8 +92,8 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden`; `given` is the gradient of the values, [B, C, k], or of
-        the first, [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
+        """Return the gradient of `hidden` from `given`, the gradient of the values [B, C, k] or of
+        the first, [B, C, 1]. Add weight gradients to `gradients` (the model's) and `own` (the
         head's)."""
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]

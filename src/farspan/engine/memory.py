@@ -231,8 +231,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """Return a lower bound of the bytes of a chunk's graphs, from each layer's saved
-    activations."""
+    """Return a lower bound of the bytes of a chunk's graphs, from layers' saved activations."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]

@@ -386,8 +386,7 @@ def _fill(
 def _drop_other_stages(
     stages: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
-    """Move other pipeline stages' layers to the meta device; return the layer indices of this
-    stage."""
+    """Move other pipeline stages' layers to the meta device; return the indices of this stage's."""
     pipeline_stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(stages.layers), pipeline_stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))

@@ -75,8 +75,7 @@ class _Streamed:
     norm: Tensor | None = None  # L2 norm of `home`, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
-        """Return views of the parameter's tensors in an arena, for a unit that begins at
-        `start`."""
+        """Return views of the parameter's tensors in an arena, for a unit that begins there."""
         parts = zip(self.offsets, parts_of(self.own), strict=True)
         return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
 

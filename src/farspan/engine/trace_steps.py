@@ -236,8 +236,8 @@ def trace_cells(
     optimizer: bool = True,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """Trace a farspan step of each program on a meta model. Each device arena is one allocation, as
-    in a run: its buffers have the plan's addresses. Raises UnsupportedError if a step depends on
+    """Trace a farspan step of each program on a meta model. Each device arena is one allocation,
+    with its buffers at the plan's addresses. Raises UnsupportedError if a step depends on
     values."""
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))

@@ -1,33 +1,29 @@
-"""Verify the gradients of a step for a model and a schedule against plain autograd.
+"""Verify the gradients of a step, for a model and a schedule, against plain autograd.
 
-In float64 they must agree to `EXACT`, or, if a sum or a recurrence is so ill-conditioned that
-rounding alone moves the reference further, as far as rounding does. The reference shows that
-itself: it runs again, `MOVED_RUNS` times, with every result of its arithmetic off by up to half a
-rounding more (Monte Carlo arithmetic). A step may be `MOVES` times as far from it as the furthest
-of these runs: its own roundings are one more draw, and no more than a few times as many. Beyond
-`ILL_CONDITIONED` nothing passes: in a model that rounding moves so far a fault looks like a
-rounding, and one whose choice of experts rounding tips moves by as much as a fault would.
+In float64 both must agree to `EXACT` or, if a sum or a recurrence is so ill-conditioned that
+rounding alone changes the reference more, as far as rounding does. The reference shows that: it
+runs `MOVED_RUNS` more times, with every result of its arithmetic off by up to half a unit in the
+last place more (Monte Carlo arithmetic). A step may differ from it `MOVES` times as much as the
+furthest of these runs: a step rounds at other places, a few times as often at most. A model that
+rounding changes beyond `ILL_CONDITIONED` fails: there a fault looks like rounding.
 
-In lower precision plain autograd is off as well: rounding draws errors, and one draw against
-another passes or fails by chance. So both sides run more than once, on inputs that are a rounding
-apart, the same ones on both, and the run counts in which the step is least off relative to plain
-autograd: a fault is there in every run. Draws have a heavy tail where parts cancel, as in gradients
-of keys: then a few tokens have most of the error, and one run of a trained model was off by 5 times
-as much as plain autograd. A tail that long seldom comes twice.
+In lower precision plain autograd is off as well, and by chance. So both sides run several times, on
+inputs that are a rounding apart, the same for both, and the run counts in which the step is least
+off relative to plain autograd: a fault is in every run. Errors have a heavy tail where terms
+cancel, as in gradients of keys: then a few tokens have most of the error, and one run of a trained
+model was off by 5 times as much as plain autograd. That seldom happens twice.
 
-The test judges single parameters, and kinds, which are all layers' parameters of one name, by the
-median over layers: a fault of attention is in all layers, a long tail in a few. The error may be
-larger than plain autograd's for two reasons:
+The test judges single parameters, and the median over layers of parameters with one name: a fault
+of attention is in all layers, a long tail in a few. A step's error may be larger for two reasons:
 
-- Rounding. Attention in blocks rounds once what plain autograd rounds once (each block's part), and
-once more when parts are joined. Two independent roundings have twice the variance of one, so the
-error may be sqrt(2) times as large, were every rounding of the model made twice. - Chance. The
-logarithm of an error differs between runs of plain autograd by `s`, that of a ratio by s * sqrt(2).
-All n runs are beyond z times that with a chance of p^n, where p is the normal distribution's; z is
-such that the chance is `FALSE_ALARMS` over the number of judged things.
+- Rounding. Attention in blocks rounds each block's part as plain autograd does the whole, and again
+  when parts are joined. Two independent roundings have twice the variance of one, so the error may
+  be sqrt(2) times as large, were every rounding of the model made twice.
+- Chance. The logarithm of an error differs between runs of plain autograd by `s`, that of a ratio
+  by s * sqrt(2). All n runs are beyond z times that with a chance of p^n, where p is the normal
+  distribution's; z gives `FALSE_ALARMS` over the number of judged things.
 
-The geometric mean of all ratios has little chance in it, and a fault of attention is in all of
-them: it may be sqrt(2) and no more.
+Chance hardly affects the geometric mean of all ratios: it may be sqrt(2) and no more.
 """
 
 import re
@@ -144,7 +140,7 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return, by name, by what factor a step's error may exceed plain autograd's in all `runs`
+    """Return, by name, the factor by which a step's error may exceed plain autograd's in all
     runs."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
