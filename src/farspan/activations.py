@@ -111,8 +111,7 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or a view of one. A parameter's memory may be a
-        slot, which has other tensors, too."""
+        """Return whether a tensor is a parameter or a view of one; its storage may have others."""
         storage, start = _storage(tensor), _start(tensor)
         return any(storage == s and low <= start < high for s, low, high in self._parameters)
 
@@ -125,8 +124,7 @@ class SavedActivations:
         return len(self._spans)
 
     def seal(self, store: Tensor) -> None:
-        """Copy the saved memory into `store`, the cell's bytes (uint8), after the cell's
-        forward."""
+        """Copy the saved memory into `store`, the cell's bytes (uint8), after its forward."""
         if self.size() > store.numel():
             warnings.warn(MORE, stacklevel=2)
         place = 0
@@ -143,7 +141,7 @@ class SavedActivations:
 
     def forget(self) -> None:
         """Drop all saved tensors. A graph refers to this store by its hooks, and a named tensor to
-        its graph: the garbage collector does not see that cycle, which would keep everything
+        its graph: a cycle that the garbage collector does not see, and that keeps everything
         alive."""
         self._spans, self._named = {}, {}
 

@@ -113,9 +113,8 @@ def grpo(
 
 def distillation(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the part of KL(teacher || student) in the teacher's k most likely ids, per token,
-    [batch, tokens]. Arguments are log-probabilities [batch, tokens, k], and `mask` [batch, tokens]:
-    where it is 0 the result is 0. For unused ids of a token the teacher's log-probability is
-    -inf."""
+    [batch, tokens]; 0 where `mask` [batch, tokens] is. Arguments are log-probabilities [batch,
+    tokens, k]; for unused ids of a token the teacher has -inf."""
     weight = teacher.exp()
     loss = torch.where(weight > 0, weight * (teacher - student), 0).sum(-1)
     return loss if mask is None else loss * mask

@@ -74,8 +74,7 @@ def merged(
     out: Tensor, lse: Tensor, parts: Sequence[operations.Part], dtype: torch.dtype
 ) -> Tensor:
     """Merge one or two partial softmax results into out and lse by one kernel, `lse` in place;
-    return out in `dtype`: changed in place if it has that dtype, else a new tensor with its
-    layout."""
+    return out in `dtype`: changed in place if it has that dtype, else a new tensor like it."""
     into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
     operations.merge_(out, lse, *parts, into=into)
     return into
@@ -140,8 +139,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """Tensors of a backward that have a row per query, [B, H, Sq, ...]; out and lse are of all
-    keys."""
+    """Tensors of a backward with a row per query, [B, H, Sq, ...]; out and lse are of all keys."""
 
     dout: Tensor
     q: Tensor
@@ -271,8 +269,8 @@ class CudaFlash(BlockKernel):
     def window(self, block: Block) -> tuple[int, int]:
         """Return the window as aten's operation takes it: the number of keys left and right of the
         aligned diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. Without a
-        causal mask, the operation turns a window's right = -1 into Sk, which would hide keys if Sq
-        > Sk + 1."""
+        causal mask, the operation turns right = -1 into Sk, which would hide keys if Sq > Sk +
+        1."""
         if block.window is None:
             return -1, 0 if block.causal else -1
         assert block.queries <= block.keys + 1, block

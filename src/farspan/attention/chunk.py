@@ -220,7 +220,6 @@ class _Joined:
         merge_(out, lse, *part, fused=self.call.fused)
 
     def finish(self, dtype: torch.dtype) -> None:
-        """Merge the results that still wait; out then has this dtype."""
         if self.waiting:
             self.out = merged(self.out, self.lse, self.waiting, dtype)
             self.waiting = []
@@ -228,8 +227,7 @@ class _Joined:
 
 class _BlockSum:
     """Sum of a gradient over several blocks. The first block's gradient, if of full size, becomes
-    the sum without a copy, since kernels return new tensors. One kernel adds two gradients of full
-    size."""
+    the sum without a copy, since kernels return new tensors. One kernel adds two of full size."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, call: AttentionCall) -> None:
         self.like, self.dtype, self.call = like, dtype, call
@@ -314,7 +312,6 @@ def _gradients(
 
 
 def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a chunk's queries over the chunk's own keys, without earlier keys."""
     blocks = _own_blocks(call)
     if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
         seen = _of_block(call, q, k, v, blocks[0], call.own_start)
@@ -352,13 +349,11 @@ def _of_block(
 
 
 def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
-    """Return a block's rows and queries from a tensor [B, H, C, ...] of the whole chunk."""
     first = call.q_start - block.shift
     return x[block.rows, :, block.q_start - first : block.q_stop - first]
 
 
 def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
-    """Return a block's rows and keys from a tensor [B, Hk, S, ...] that begins at `first_key`."""
     return x[block.rows, :, block.k_start - first_key : block.k_stop - first_key]
 
 

@@ -124,7 +124,6 @@ class ChunkAttention:
         return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Write the chunk's K, V to the buffer of this cell, if it has one."""
         if self.write_kv is None:
             return
         self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
@@ -429,7 +428,6 @@ class AttentionContext:
         return start == stop
 
     def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
-        """Set the cell's exchanges with ranks that have other tokens, heads or keys."""
         program, rank = self.program, self.program.share.rank
         cell.exchange = self._exchange(rank, i.chunk)
         cell.spread = self._spread(rank, i.layer, i.chunk)

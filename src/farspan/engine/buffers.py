@@ -92,8 +92,8 @@ class ProgramBuffers:
         return views
 
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
-        """Return views of one chunk's tensors in a buffer: K, V [C, B, Hk, D], x [B, C, hidden], O
-        [B, C, H, Dv], LSE [B, H, C]."""
+        """Return a chunk's K, V [C, B, Hk, D], x [B, C, hidden] or O [B, C, H, Dv], LSE [B, H, C],
+        as the buffer's kind has them."""
         buffer = self.program.buffers[name]
         span = self._rows_of[buffer.kind][chunk]
         rows = self.rows(name, span, layer, at_start=is_slot(buffer))

@@ -52,8 +52,8 @@ class Calls:
     def ready(
         self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
     ) -> Ready:
-        """Check a call's arguments `given`, and prepare model, program, inputs and the divisor of
-        the loss. Raises UnsupportedError."""
+        """Check the arguments `given`; prepare the model, program, inputs and the loss's divisor.
+        Raises UnsupportedError."""
         with self.agreement(call) as same:
             if trains:
                 refuse_without_gradients()
@@ -112,7 +112,6 @@ class Calls:
         return self.runner.program(model, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
     def release(self) -> None:
-        """Free the memory of the arenas; the next step allocates it again."""
         self.runner.release(self.models.now)
 
     def _choose(self, planner: Planner, run: RunSpec, loss: Objective) -> None:

@@ -53,7 +53,6 @@ class TopIds(LogProbs):
     vocab: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UnsupportedError if `k` is larger than the number of ids."""
         if not 1 <= self.k <= (self.k if self.vocab is None else self.vocab):
             raise UnsupportedError(f"k: expected 1 to {self.vocab or 'vocab_size'}, got {self.k}")
 
@@ -92,8 +91,8 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden` from `given`, the gradient of the values [B, C, k] or of
-        the first, [B, C, 1]. Add weight gradients to `gradients` (the model's) and `own` (the
+        """Return the gradient of `hidden` from the values' gradient `given`, [B, C, k], or the
+        first value's, [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
         head's)."""
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]

@@ -560,8 +560,7 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return the position ids of all tokens in a layer's attention call, which may include
-        those of tensor-parallel ranks."""
+        """Return position ids of a layer's attention call, with tensor-parallel ranks' tokens."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

@@ -226,8 +226,7 @@ class Flash4(BlockKernel):
 def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
     """Return how FlashAttention-4 fails on this device, or None if it works. Its forward and
     backward are compared with plain PyTorch on a causal square, a rectangle and a window, with
-    heads of `width`: farspan calls private functions of the package, which any release may
-    change."""
+    heads of `width`: farspan calls private functions of the package, which a release may change."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(heads: int, tokens: int) -> Tensor:

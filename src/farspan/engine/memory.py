@@ -89,7 +89,7 @@ class PeakMemory:
         return self
 
     def lap(self) -> int:
-        """Return the peak bytes since the previous call, or since the start."""
+        """Return the peak bytes since the previous lap, or since the start."""
         if self._storage is not None:
             found, self._storage.peak = self._storage.peak, self._storage.live
         else:

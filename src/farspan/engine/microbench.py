@@ -198,8 +198,7 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield the products y = x W.T and dx = dy W of linear layers, x [4w, w], W [w, w], w
-    rising."""
+    """Yield products y = x W.T and dx = dy W of linear layers, x [4w, w], W [w, w], w rising."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 

@@ -122,7 +122,6 @@ class ShardedModel:
         self.sharded.reduce(unit, totals)
 
     def outer_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Return the trained parameters outside the layers, whole."""
         return tuple(p for p in self.sharded.whole(self.sharded.outer).values() if p.requires_grad)
 
     def _units(self, program: Program, group: int, outer: bool) -> list[int]:
@@ -167,8 +166,7 @@ def inside(model: nn.Module) -> Look:
 
 
 def described(now: Look, stages: CausalLMStages | None = None) -> Described:
-    """Return a digest of a model's modules, attributes and hooks for ranks to compare, and the
-    texts that show a difference."""
+    """Return a digest of a model and, for errors, texts of its modules, attributes and hooks."""
     left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
 
     def words() -> dict[str, str]:
@@ -329,8 +327,7 @@ def _inspect(
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Inspect a model that will run on `device`, by running its layers. Raises UnsupportedError if
-    it cannot be sharded exactly."""
+    """Inspect a model that will run on `device`. Raises UnsupportedError if not shardable."""
     if layout.tensor == 1:
         fuse(stages, kernels, device)
     spec = describe(stages, device)
@@ -345,8 +342,7 @@ def _inspect(
 def _inspected(
     ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """Compare the ranks' whole models, then inspect the model on every rank. Raises
-    UnsupportedError if models differ."""
+    """Inspect the model on every rank, after comparing models. Raises UnsupportedError."""
     with ranks.agreement("parallelize: comparing the models") as same:
         same.add({"model": described(inside(stages.model), stages)})
         same.add(weight_facts(stages.model))
@@ -356,7 +352,6 @@ def _inspected(
 
 
 def _cut_layers(stages: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
-    """Slice the layers' weights for tensor parallelism; return None if the layout has none."""
     if ranks.layout.tensor == 1:
         return None
     plan = plan_tensor(stages.model, stages.layers, ranks.layout.tensor)
@@ -366,7 +361,6 @@ def _cut_layers(stages: CausalLMStages, ranks: ParallelContext) -> TensorParalle
 
 
 def _run(stages: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
-    """Run a layer on random hidden states, drawn by its index."""
     dtype = next(layer.parameters()).dtype
     generator = torch.Generator(stages.device).manual_seed(index)
     shape = 2, PROBED, stages.width
@@ -434,8 +428,8 @@ class ShardedUpdate:
                 own.grad_dtype = wanted
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of the whole model's gradient, the same bits on every rank; fp32, or
-        float64 for a float64 model."""
+        """Return the L2 norm of the model's gradient, fp32 or float64, the same bits on all
+        ranks."""
         ranks = self.sharded_model.ranks
         gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
         square = square_norm((g for g in gradients if g is not None), ranks.device)

@@ -297,8 +297,7 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
 
 def peak_of(lengths: Lengths, passes: Sequence[list[int]]) -> Peak:
     """Return one line for each allocation if all lengths have equally many, else one line through
-    the peaks. Lines that fall as pieces grow are of remainders, and left out: whole pieces need
-    more."""
+    the peaks. Lines that fall as pieces grow are of remainders, and left out: pieces need more."""
     if len({len(moments) for moments in passes}) == 1:
         lines = (line_of(lengths, sizes) for sizes in zip(*passes, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)

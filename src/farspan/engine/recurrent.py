@@ -176,8 +176,7 @@ class Recurrent:
         return cell.edges, found
 
     def add(self, prefix: KVPrefix, i: Backward, cell: RecurrentCell) -> None:
-        """Add gradients of the state that the cell read to the sums, from which the previous
-        chunk's backward reads them."""
+        """Add the gradients of the state that the cell read to the previous chunk's sums."""
         if not cell.spec.state or not i.chunk:
             return
         start, stop = self.program.share.keys.rows[i.chunk - 1]

@@ -131,8 +131,7 @@ class Function:
         return reference
 
     def again(self) -> Attention:
-        """Return the attention function for plain autograd in the model's dtype, with the pages
-        chosen in float64 if sparse."""
+        """Return the attention function for plain autograd in the model's dtype, after `exact`."""
         return self.exact()
 
     def in_double(self) -> Self:

@@ -300,8 +300,8 @@ class Step:
         vocab: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return each token's k most likely next ids (int64) and their log-probabilities, both
-        [batch, tokens, k], without gradients: a teacher's output for distillation. With `vocab`,
-        only ids below `vocab` count."""
+        [batch, tokens, k], without gradients: a teacher for distillation. With `vocab`, only ids
+        below it count."""
         with self._calls.agreement("top_logprobs") as same:
             function = TopIds(k=k, vocab=vocab)
             asked = ask(self._calls, same, function, input_ids, input_ids.long(), document_ids)

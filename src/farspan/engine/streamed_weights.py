@@ -75,7 +75,7 @@ class _Streamed:
     norm: Tensor | None = None  # L2 norm of `home`, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
-        """Return views of the parameter's tensors in an arena, for a unit that begins there."""
+        """Return views of the parameter's tensors in an arena; its unit begins at byte `start`."""
         parts = zip(self.offsets, parts_of(self.own), strict=True)
         return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
 
@@ -172,7 +172,6 @@ class StreamedWeights:
             start += aligned(one.size)
 
     def reserve_sums(self) -> None:
-        """Allocate the main memory for gradients."""
         self._sums.reserve(self._sum_bytes())
         start = 0
         for one in self._units:
@@ -216,8 +215,7 @@ class StreamedWeights:
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """Return the model's description with each layer's number of weights and bytes; layers of
-        other pipeline stages count as 0."""
+        """Return the model's description with each layer's weights and bytes on this stage."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
@@ -282,8 +280,7 @@ class StreamedWeights:
 
     @contextmanager
     def in_slots(self, program: Program, device: Arena) -> Iterator[None]:
-        """Run the body with modules whose parameters are views of the program's device slots, and
-        whose buffers are on the device."""
+        """Run the body with modules' parameters in device slots, and buffers on the device."""
         self._received.clear()
         self._left.clear()
         if program.trains():

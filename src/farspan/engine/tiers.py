@@ -377,7 +377,6 @@ class CopyEngine:
         return self._streams.get(lane) or torch.cuda.current_stream(self.device)
 
     def synchronize(self) -> None:
-        """Make the CPU wait for all copies issued so far."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -393,7 +392,7 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether all rows begin and end at multiples of `whole` elements."""
+    """Return whether rows begin and end at multiples of `whole` elements."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 

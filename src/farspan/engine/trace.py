@@ -51,7 +51,7 @@ class Malloc:
 
 @dataclass(frozen=True, slots=True)
 class FreeEvent:
-    """A deallocation."""
+    """Deallocation of a tensor's memory."""
 
     tensor: int
 
@@ -299,8 +299,8 @@ def _returns_new(func: Any) -> bool:
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append to `key` everything that a meta operation's result depends on; return False if an
-    argument is not a meta tensor."""
+    """Append all that a meta operation's result depends on to `key`. Return False if an argument is
+    not a meta tensor."""
     for value in values:
         if isinstance(value, Tensor):
             if not value.is_meta:
@@ -451,7 +451,6 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return the input and output width of a linear module; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D":  # transformers' linear with its weight transposed

@@ -123,7 +123,6 @@ def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield an optimizer's state tensors."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -237,8 +236,7 @@ def trace_cells(
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
     """Trace a farspan step of each program on a meta model. Each device arena is one allocation,
-    with its buffers at the plan's addresses. Raises UnsupportedError if a step depends on
-    values."""
+    with the plan's addresses. Raises UnsupportedError for a model whose step depends on values."""
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     with recorder:

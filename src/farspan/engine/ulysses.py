@@ -113,7 +113,6 @@ class HeadExchange:
         return torch.cat(apart, 2).flatten(1, 2)
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """Return the values of this rank's heads from a tensor with one value per head, [H]."""
         return values if self.ulysses is None else self.ulysses.heads_of(values)
 
     def of_all_heads(self, values: Tensor, like: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ Errors = dict[str, float]  # relative, by a parameter's name
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision it is that
-    of the run with the least ratio to plain autograd's error; for a model with experts, over all
+    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision, it is
+    that of the run with the least ratio to plain autograd's error or, with experts, over all
     runs."""
 
     name: str
@@ -140,8 +140,7 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return, by name, the factor by which a step's error may exceed plain autograd's in all
-    runs."""
+    """Return, by name, the factor by which a step's error may exceed plain autograd's."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
@@ -200,8 +199,7 @@ def _ratio(step: float, plain: float) -> float:
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
     """Return, by name, the standard deviation over runs of the logarithm of plain autograd's error.
-    A few runs of one parameter tell little, so it is the mean over layers, and at least the median
-    of all kinds of parameters."""
+    A few runs tell little of one parameter: so it is a mean over layers, and at least typical."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()
@@ -375,8 +373,8 @@ def verify(
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the model computes: that of its unpacked parameters, or of several,
-    the first other than float64."""
+    """Return the dtype in which the model computes, that of its unpacked parameters. If these have
+    several, it is the first other than float64."""
     every = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return next((dtype for dtype in every if dtype is not torch.float64), torch.float64)
 
@@ -528,8 +526,8 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 
 def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the norm of the difference, relative to that of the expected tensor or, if larger, to
-    `least`. NaN counts as infinite."""
+    """Return the L2 error, relative to `least` or the norm of `expected` if larger. NaN is
+    infinite."""
     found, expected = found.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
     error = float((found - expected).norm())

@@ -41,7 +41,7 @@ AHEAD = 32 * 1024  # bytes of shared memory for prefetched tiles in the backward
 
 
 class Norm(NamedTuple):
-    """Settings of an RMS norm in fp32: x_hat = x / sqrt(mean(x**2) + eps), x_hat * (weight +
+    """Settings of an RMS norm: x_hat = x / sqrt(mean(x**2) + eps), then x_hat * (weight +
     offset)."""
 
     eps: float
@@ -112,8 +112,7 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
 def norm_backward_launch(
     dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """Return the launch of a norm's backward, and the tensor for its partial sums of dweight, fp32
-    [programs, width]."""
+    """Return the launch of a norm's backward, and the sums of dweight, fp32 [programs, width]."""
     (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
     shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
@@ -207,8 +206,7 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
 def swiglu_backward(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup, contiguous, in gate's dtype; of the intermediates only act(gate) is
-    rounded."""
+    """Return dgate and dup, contiguous, in gate's dtype; in between only act(gate) is rounded."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -235,8 +233,7 @@ def swiglu_again(
 
 
 def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
-    """Return the launch of a gate kernel. Contiguous tensors are one line, other tensors one line
-    per row."""
+    """Return the launch of a gate kernel: a contiguous tensor is one line, others one per row."""
     dense = all(x.is_contiguous() for x in tensors.values())
     shape = next(iter(tensors.values())).shape
     width = shape.numel() if dense else shape[-1]
@@ -394,8 +391,7 @@ def cross_entropy_(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return each row's loss, and overwrite `logits` with the gradient of scale * the sum of
-    losses."""
+    """Return row losses; overwrite `logits` with the gradient of scale * the sum of losses."""
     return _cross_entropy(logits, targets, scale, ignored, softcap)
 
 

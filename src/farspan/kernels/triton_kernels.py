@@ -155,8 +155,7 @@ def _store_block(x, row, column, mask, values):
 
 @triton.jit
 def _block(width, block: tl.constexpr):
-    """Return the row, columns (int64) and mask of a program's block; a contiguous tensor is one
-    row."""
+    """Return row, columns (int64) and mask of a program's block; a contiguous tensor is one row."""
     blocks = tl.cdiv(width, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
@@ -297,8 +296,7 @@ def _softmax(place, size, cap, shape: tl.constexpr):
 
 @triton.jit
 def _differentiate(place, size, softmax, target, scale, cap, shape: tl.constexpr):
-    """Overwrite a row's logits with the gradient of its loss; `softmax` is (largest logit, 1 /
-    sum)."""
+    """Overwrite a row's logits with the loss's gradient; `softmax` is (largest logit, 1 / sum)."""
     for start in tl.range(0, size, shape.block, num_stages=shape.stages):
         column = start + tl.arange(0, shape.block)
         x, slope = _logits(place, column, size, cap, shape)
