@@ -111,7 +111,7 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or a view of one; its storage may have others."""
+        """Return whether a tensor views a parameter: a slot's storage has other tensors, too."""
         storage, start = _storage(tensor), _start(tensor)
         return any(storage == s and low <= start < high for s, low, high in self._parameters)
 
@@ -141,8 +141,7 @@ class SavedActivations:
 
     def forget(self) -> None:
         """Drop all saved tensors. A graph refers to this store by its hooks, and a named tensor to
-        its graph: a cycle that the garbage collector does not see, and that keeps everything
-        alive."""
+        its graph: the garbage collector misses this cycle, which would keep everything alive."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ def sums(logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def means(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return row means [batch] over tokens where `mask` [batch, tokens] is not 0; else 0."""
+    """Return row means [batch] over tokens where `mask` [batch, tokens] is not 0; 0 if none are."""
     return sums(logprobs, mask) / mask.sum(1).clamp(min=1)
 
 

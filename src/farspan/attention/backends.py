@@ -73,8 +73,8 @@ def reference(
 def merged(
     out: Tensor, lse: Tensor, parts: Sequence[operations.Part], dtype: torch.dtype
 ) -> Tensor:
-    """Merge one or two partial softmax results into out and lse by one kernel, `lse` in place;
-    return out in `dtype`: changed in place if it has that dtype, else a new tensor like it."""
+    """Merge one or two partial softmax results into out and lse by one kernel, `lse` in place.
+    Return out in `dtype`: changed in place if it has that dtype, else a new tensor."""
     into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
     operations.merge_(out, lse, *parts, into=into)
     return into
@@ -267,10 +267,9 @@ class CudaFlash(BlockKernel):
         return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
-        """Return the window as aten's operation takes it: the number of keys left and right of the
-        aligned diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. Without a
-        causal mask, the operation turns right = -1 into Sk, which would hide keys if Sq > Sk +
-        1."""
+        """Return the window as aten's operation takes it: the keys left and right of the aligned
+        diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. Without a causal
+        mask, the operation turns right = -1 into Sk, which would hide keys if Sq > Sk + 1."""
         if block.window is None:
             return -1, 0 if block.causal else -1
         assert block.queries <= block.keys + 1, block

@@ -291,8 +291,8 @@ def _gradients(
     *,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv summed over the blocks of a visit, and add their gradients of queries to
-    `dq`, which the `last` visit may round."""
+    """Return dk and dv summed over the blocks of a visit, and add dq to its sum, which may be
+    rounded if this is the `last` visit."""
     dk, dv = (_BlockSum(x[visit.rows], dq.dtype, call) for x in (keys, values))
     # A visit of several row ranges has all rows, so its rows count from 0.
     first_row = visit.rows.start

@@ -186,7 +186,7 @@ class ChunkAttention:
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return the exchange of heads in pieces during attention; None: in one piece before."""
+        """Return the exchange of heads in pieces during attention, or None if in one piece."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
@@ -467,6 +467,6 @@ class AttentionContext:
         return Held(self._share(ring).keys.ranges)
 
     def _share(self, ring: int) -> Share:
-        """Return the tokens and keys that the rank at place `ring` in ring attention has."""
+        """Return the tokens and keys of the rank with index `ring` in ring attention."""
         rank = self.program.share.rank
         return share_of(self.program.chunks, Rank(rank.layout, rank.peers("ring")[ring]))

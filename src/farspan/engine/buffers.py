@@ -207,7 +207,7 @@ class KVPrefix:
     here: _PendingBlock | None = None  # block in use
 
     def begin(self, spans: Iterable[Span]) -> None:
-        """Start fetching the first blocks, if on the host; attention will read `spans` in order."""
+        """Start fetching the first of `spans` (token ranges, in reading order) if on the host."""
         if self.on_host(self.keys_in):
             self.spans = iter(spans)
             for _ in names.KV_BLOCKS:

@@ -294,14 +294,14 @@ def _basis(record: dict[str, Any], device: torch.device) -> str | None:
     return f"{device.type} {[record.get(name) for name in names]} {torch_version}"
 
 
-def _of_this_kind(found: MachineSpec, path: Path, device: torch.device) -> MachineSpec:
-    if found.unified != (device.type == "cpu"):
+def _of_this_kind(spec: MachineSpec, path: Path, device: torch.device) -> MachineSpec:
+    if spec.unified != (device.type == "cpu"):
         has = "a GPU" if device.type == "cuda" else "no GPU"
         raise UnsupportedError(
-            f"machine: {path} describes {found.name}, but this machine has {has}; "
+            f"machine: {path} describes {spec.name}, but this machine has {has}; "
             "run farspan calibrate"
         )
-    return found
+    return spec
 
 
 def _kept(
@@ -377,8 +377,8 @@ def _softmax(
 ) -> float:
     """Seconds of softmax per query, key and head, at most the time of the whole attention call."""
     way = "backward" if backward else "forward"
-    found = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
-    return min(found, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
+    seconds = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
+    return min(seconds, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
 
 
 def _peak(bench: Bench, dtype: torch.dtype, curves: Iterable[Curve]) -> float:

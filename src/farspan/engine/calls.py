@@ -75,8 +75,8 @@ class Calls:
                 self.runner.follow(self.models.now)
 
     def compare(self, same: Agreement, trained_tokens: int | None = None, *, draws: bool) -> None:
-        """Add to `same`, for ranks to compare, everything but input tensors that decides how this
-        call runs. Raises UnsupportedError if `trained_tokens` is below 1."""
+        """Have ranks compare all that decides how this call runs, except its input tensors. Raises
+        UnsupportedError if `trained_tokens` is below 1."""
         if trained_tokens is not None and trained_tokens < 1:
             raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
         model = self.models.now

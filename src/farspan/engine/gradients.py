@@ -106,7 +106,7 @@ class GradientAccumulator:
         self._reduce = reduce
 
     def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
-        """Use `total` as the sum of a parameter's gradients; with `fresh` it begins as zero."""
+        """Use `total` as the sum of a parameter's gradients; `fresh` ignores its content."""
         (self._places if fresh else self._open)[parameter] = total
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
@@ -232,26 +232,26 @@ def build_graph(
 def differentiate(
     graph: Graph,
     parameters: Sequence[Tensor],
-    given: list[Tensor],
+    out_gradients: list[Tensor],
     *,
     left: Sequence[GradientEdge] = (),
     graph_inputs: Iterable[GraphInput] = (),
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Return the gradients of a cell's weights, and the gradient of its hidden states. `given` has
-    the gradients of the output and of the tensors `left` to the next chunk; the list is emptied so
-    that autograd can free each. Gradients of other inputs are in `graph_inputs` afterwards."""
-    found = torch.autograd.grad(
+    """Return the gradients of a cell's weights, and of its hidden states. `out_gradients` are of
+    its output and of the tensors `left` to the next chunk; the list is emptied so that autograd can
+    free each. Gradients of other inputs are in `graph_inputs` afterwards."""
+    gradients = torch.autograd.grad(
         [graph.out, *left],
         [
             *parameters,
             graph.graph_input.anchor,
             *(graph_input.anchor for graph_input in graph_inputs),
         ],
-        [given.pop(0) for _ in range(len(given))],
+        [out_gradients.pop(0) for _ in range(len(out_gradients))],
         allow_unused=True,
     )
     (gradient,) = graph.graph_input.sink
-    return found[: len(parameters)], gradient
+    return gradients[: len(parameters)], gradient
 
 
 PROBE_ROWS = 16  # rows and columns of the probed product

@@ -87,45 +87,44 @@ class ValueHead:
         self,
         hidden: Tensor,
         targets: Tensor,
-        given: Tensor,
+        dvalues: Tensor,
         gradients: GradientAccumulator,
-        own: GradientAccumulator,
+        head_gradients: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden` from the values' gradient `given`, [B, C, k], or the
-        first value's, [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the
-        head's)."""
-        if self.plain is not None and given.shape[2] == 1:
-            return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
+        """Return the gradient of `hidden` from the gradient of the values, `dvalues` [B, C, k], or
+        of the first value, [B, C, 1]. Add weight gradients to those of the model or of the head."""
+        if self.plain is not None and dvalues.shape[2] == 1:
+            return self.plain.loss_and_gradient(hidden, targets, -dvalues[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)
         for span in pieces_of(hidden, self.piece, self.stages.vocab):
             piece = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
-                values = self._of(piece, targets[:, span])[..., : given.shape[2]]
+                values = self._of(piece, targets[:, span])[..., : dvalues.shape[2]]
             if not values.requires_grad:
                 continue
             wanted = piece, *self.parameters, *self.own
             dpiece, *dweights = torch.autograd.grad(
-                values, wanted, given[:, span], allow_unused=True
+                values, wanted, dvalues[:, span], allow_unused=True
             )
             if dpiece is not None:
                 gradient[:, span] = dpiece
             count = len(self.parameters)
             gradients.add(self.parameters, dweights[:count])
-            own.add(self.own, dweights[count:])
+            head_gradients.add(self.own, dweights[count:])
         return gradient
 
     def _of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         batch, tokens = targets.shape[:2]
         if isinstance(self.function, LogProbs):
             rows = self.stages.logits(hidden).flatten(0, 1)
-            found = self.function(rows, targets.reshape(batch * tokens, -1))
+            values = self.function(rows, targets.reshape(batch * tokens, -1))
         else:
             rows = self.stages.final(hidden).flatten(0, 1)
-            found = self.function(rows, targets.flatten(0, 1))
-            if not isinstance(found, Tensor) or found.shape[:-1] != rows.shape[:1]:
-                what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            values = self.function(rows, targets.flatten(0, 1))
+            if not isinstance(values, Tensor) or values.shape[:-1] != rows.shape[:1]:
+                what = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise UnsupportedError(
                     f"head: expected values [{len(rows)}, k] of {len(rows)} tokens, got {what}; "
                     "return a tensor with a row for each hidden state"
                 )
-        return found.to(accumulate_dtype(self.stages.dtype)).view(batch, tokens, -1)
+        return values.to(accumulate_dtype(self.stages.dtype)).view(batch, tokens, -1)

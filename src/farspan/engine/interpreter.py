@@ -98,7 +98,7 @@ class SparingLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class CutLayers(Layers):
-    """Layers with weights sliced by tensor parallelism; each rank gives its own tokens."""
+    """Layers with weights sliced by tensor parallelism; each rank passes in its own tokens."""
 
     tensor: TensorParallel
     program: Program
@@ -297,7 +297,7 @@ class Interpreter:
         return slice(start, start + 1)
 
     def _stand_at(self, chunk: int) -> slice:
-        """Return this rank's range of a chunk's tokens, for which dropout then draws."""
+        """Return this rank's range of a chunk's tokens, and let dropout draw for these tokens."""
         span = self._span(chunk)
         if self.inputs.draws is not None:
             self.inputs.draws.at(TokenRange(span.start, span.stop - span.start))

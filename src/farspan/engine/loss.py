@@ -209,7 +209,7 @@ class LossHead:
         weights: Tensor | None,
         gradients: GradientAccumulator,
     ) -> tuple[Tensor, Tensor]:
-        """Return a chunk's part of the loss, and the gradient of `hidden`; sum those of weights."""
+        """Return a chunk's loss and `hidden`'s gradient; weight gradients go to `gradients`."""
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)

@@ -24,7 +24,7 @@ from farspan.spec import Tier
 
 class LiveStorage(UncompiledMode):
     """Counter of the bytes of all storages created in the context and still alive. It costs about 6
-    microseconds per operation, and does not see memory that an operator frees itself."""
+    microseconds per operation, and misses memory that an operator allocates and frees itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LiveStorage(UncompiledMode):
         return out
 
     def _meet(self, values: Iterable[Any], *, born: bool) -> None:
-        """Count the storages of all tensors in an operator's results. Only lists and tuples are
+        """Register the storages of an operator's arguments or results. Only lists and tuples are
         searched: `tree_leaves`, which handles every type, took half the time of a metered step."""
         for value in values:
             if isinstance(value, Tensor):
@@ -70,7 +70,7 @@ class LiveStorage(UncompiledMode):
 
 class PeakMemory:
     """Meter of the peak bytes of new tensors on a device, inside a context. On a CPU it counts
-    everything that torch allocates, for both tiers; on a GPU, what is added after the start."""
+    everything that torch allocates, for both tiers; on a GPU, bytes beyond those at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

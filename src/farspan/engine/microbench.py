@@ -128,7 +128,7 @@ class Bench:
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """Return twice the seconds of `short` minus those of `long`; each is its fastest run."""
+        """Return twice the fastest seconds of `short` minus the fastest seconds of `long`."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)

@@ -428,8 +428,7 @@ class ShardedUpdate:
                 own.grad_dtype = wanted
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of the model's gradient, fp32 or float64, the same bits on all
-        ranks."""
+        """Return the L2 norm of the model's gradient, in fp32 or float64, equal on all ranks."""
         ranks = self.sharded_model.ranks
         gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
         square = square_norm((g for g in gradients if g is not None), ranks.device)
@@ -456,8 +455,10 @@ def sharded_parameters(sharded_model: ShardedModel) -> ShardedUpdate:
     )
 
 
-def _piece(own: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
+def _piece(weight: nn.Parameter) -> nn.Parameter:
+    return (
+        nn.Parameter(local(weight), weight.requires_grad) if isinstance(weight, DTensor) else weight
+    )
 
 
 def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
@@ -474,11 +475,11 @@ def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
     if tensor is None:
         return {}
 
-    def place(cut: ParameterCut) -> ShardPlacement:
+    def place(sliced: ParameterCut) -> ShardPlacement:
         ranges, start = [], 0
-        for size in cut.parts:
+        for size in sliced.parts:
             ranges.append(part((start, start + size), tensor.peers.index, tensor.peers.size))
             start += size
-        return placement_along(cut.shape, cut.dim, ranges)
+        return placement_along(sliced.shape, sliced.dim, ranges)
 
     return {name: place(cut) for name, cut in tensor.plan.cuts.items()}

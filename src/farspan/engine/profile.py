@@ -397,19 +397,19 @@ def _pattern(kinds: list[Any]) -> list[int]:
 
 
 def _of_whole(
-    whole: CausalLMStages, kinds: list[Any], found: ModelProfile, name: str
+    whole: CausalLMStages, kinds: list[Any], profile: ModelProfile, name: str
 ) -> ModelProfile:
     """Return the whole model's profile, from the profile of its first layers."""
-    kind_of = tuple(found.kind_of[kinds.index(kind)] for kind in kinds)
+    kind_of = tuple(profile.kind_of[kinds.index(kind)] for kind in kinds)
     parameters = list(whole.model.parameters())
     spec = replace(
-        found.spec,
+        profile.spec,
         name=name,
-        layers=tuple(found.spec.layers[kinds.index(kind)] for kind in kinds),
+        layers=tuple(profile.spec.layers[kinds.index(kind)] for kind in kinds),
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
     )
-    return replace(found, spec=spec, kind_of=kind_of)
+    return replace(profile, spec=spec, kind_of=kind_of)
 
 
 def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:

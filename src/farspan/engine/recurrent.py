@@ -61,7 +61,7 @@ class RecurrentCell:
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Return whether a document ends inside the chunk, so that saved bytes are not planned."""
+        """Return whether a document ends inside the chunk: saved bytes may then exceed the plan."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -172,8 +172,8 @@ class Recurrent:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
         dtype = self.storage.dtype
-        found = [_held(rows[s.name], s).to(state_dtype(s, dtype)) for s in cell.spec.state]
-        return cell.edges, found
+        gradients = [_held(rows[s.name], s).to(state_dtype(s, dtype)) for s in cell.spec.state]
+        return cell.edges, gradients
 
     def add(self, prefix: KVPrefix, i: Backward, cell: RecurrentCell) -> None:
         """Add the gradients of the state that the cell read to the previous chunk's sums."""
@@ -204,12 +204,12 @@ class Recurrent:
         for span in self._spans(chunk, name):
             parts.append({name: x.flatten().clone() for name, x in prefix.tensors(*span).items()})
         prefix.done()
-        found = {}
+        states = {}
         for state in spec.state:
             flat = _joined([part[state.name] for part in parts], 0)[: batch * prod(state.shape)]
             dtype = state_dtype(state, self.storage.dtype)
-            found[state.name] = flat.view(batch, *state.shape).to(dtype)
-        return found
+            states[state.name] = flat.view(batch, *state.shape).to(dtype)
+        return states
 
     def _pieces(self, layer: int, chunk: int) -> Iterator[_DocumentPiece]:
         """Yield the chunk's pieces of one document each, row by row; rows with the same bounds come

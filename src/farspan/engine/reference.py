@@ -131,7 +131,7 @@ class Function:
         return reference
 
     def again(self) -> Attention:
-        """Return the attention function for plain autograd in the model's dtype, after `exact`."""
+        """Return the attention function in the model's dtype, for plain autograd after `exact`."""
         return self.exact()
 
     def in_double(self) -> Self:

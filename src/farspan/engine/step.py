@@ -300,8 +300,7 @@ class Step:
         vocab: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return each token's k most likely next ids (int64) and their log-probabilities, both
-        [batch, tokens, k], without gradients: a teacher for distillation. With `vocab`, only ids
-        below it count."""
+        [batch, tokens, k], without gradients, for distillation. Only ids below `vocab` count."""
         with self._calls.agreement("top_logprobs") as same:
             function = TopIds(k=k, vocab=vocab)
             asked = ask(self._calls, same, function, input_ids, input_ids.long(), document_ids)

@@ -235,7 +235,7 @@ class StreamedWeights:
         )
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """Return the user's trained parameters, by unit, in the order in which a step fetches."""
+        """Return the user's trained parameters by unit, in the order of a step's fetches."""
         units = [*self._units[-1:], *self._units[:-1]]
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
@@ -249,7 +249,8 @@ class StreamedWeights:
         }
 
     def await_update(self, updated: "Sequence[Future[None]]") -> None:
-        """Make the next step wait for a unit's future before its fetch; order as in `trained`."""
+        """Make the next step wait for each unit's future, in the order of `trained`, before it
+        fetches the unit's weights."""
         units = [*self._units[-1:], *self._units[:-1]]
         for one, done in zip(units, updated, strict=True):
             one.updated = done

@@ -158,8 +158,8 @@ Unlock = Callable[[], None]
 
 
 def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
-    """Allocate `size` bytes of main memory, locked if possible. Return it and the function that
-    unlocks it (None: not locked). Raises MemoryError."""
+    """Allocate `size` bytes of main memory, locked if possible. Return the memory and its unlock
+    function, None if it is not locked. Raises MemoryError."""
     block = pages(size)
     _touch(block)
     try:
@@ -350,7 +350,7 @@ class CopyEngine:
     # -- order -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Make copy streams wait for the caller's work: [Lanes fork and join at a step's ends]."""
+        """Make the copy streams wait for all work issued so far on the caller's stream."""
         computed = self.record(Lane.COMPUTE)
         for lane in self._streams:
             self.wait(lane, computed)
@@ -421,7 +421,7 @@ class StreamOrder:
         self.events: dict[Wait, Any] = {}
 
     def before(self, index: int) -> None:
-        """Make the stream of instruction `index` wait for the instructions that it follows."""
+        """Make the stream of instruction `index` wait for the instructions that it must follow."""
         for lane, after in self.orders[index].items():
             for wait in after:
                 self.copies.wait(lane, self.events[wait])

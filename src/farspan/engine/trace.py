@@ -105,7 +105,7 @@ class Temporaries:
     kinds: frozenset[Temporary]
 
     def workspace(self, func: Any) -> int:
-        """Return the bytes that a thread's first such operation allocates and never frees."""
+        """Return the bytes that `func` allocates for good when a thread first calls it."""
         return CUBLAS_WORKSPACE if Temporary.CUBLAS in self.kinds and func in PRODUCTS else 0
 
     def within(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
@@ -174,21 +174,21 @@ class Recorder(UncompiledMode):
         self.events.append(Mark(name))
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Record tensors that exist already as allocated now, and as part of no step."""
+        """Record tensors that exist already as if allocated now, outside any step."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive and storage.nbytes():
                 self.lasting.add(self._born(storage))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that a step made, such as optimizer states, as part of no step."""
+        """Treat tensors made in a step, such as optimizer states, as outside any step."""
         for tensor in tensors:
             death = self._alive.get(tensor.untyped_storage()._cdata)
             if death is not None and death.tensor is not None:
                 self.lasting.add(death.tensor)
 
     def trace(self, name: str, *, lasting: bool = True) -> Trace:
-        """Return the trace so far; without `lasting`, it omits tensors that are part of no step."""
+        """Return the trace so far; without `lasting`, it omits tensors outside any step."""
         left_out: set[int] = set() if lasting else self.lasting
         kept = (e for e in self.events if isinstance(e, Mark) or e.tensor not in left_out)
         return Trace(tuple(kept), name)
@@ -299,8 +299,7 @@ def _returns_new(func: Any) -> bool:
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append all that a meta operation's result depends on to `key`. Return False if an argument is
-    not a meta tensor."""
+    """Append what a meta operation's result depends on to `key`; False for tensors with data."""
     for value in values:
         if isinstance(value, Tensor):
             if not value.is_meta:

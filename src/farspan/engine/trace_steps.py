@@ -73,7 +73,7 @@ ALL_OF_IT = Recording()
 def trace_training(
     model: PreTrainedModel,
     contexts: Sequence[int],
-    kept: Checkpointing = Checkpointing.PLAIN,
+    saving: Checkpointing = Checkpointing.PLAIN,
     *,
     batch: int = 1,
     attention: Attention = flash_attention,
@@ -86,23 +86,23 @@ def trace_training(
     recorder.hold((*model.parameters(), *model.buffers()))
     optimizer = adamw(model)
     with without_garbage_collection(), refuse_value_dependence(), recorder:
-        run_training(model, optimizer, contexts, kept, recorder.mark, batch, attention)
+        run_training(model, optimizer, contexts, saving, recorder.mark, batch, attention)
         recorder.keep(moments(optimizer))
-    return recorder.trace(f"{kept} {'+'.join(map(str, contexts))}", lasting=recording.lasting)
+    return recorder.trace(f"{saving} {'+'.join(map(str, contexts))}", lasting=recording.lasting)
 
 
 def run_training(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     contexts: Sequence[int],
-    kept: Checkpointing,
+    saving: Checkpointing,
     mark: Marker,
     batch: int,
     attention: Attention,
 ) -> None:
     """Run a training step for each context length; `attention` replaces the model's attention."""
     device = CausalLMStages(model).device
-    with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
+    with marked(model, mark), checkpointed(model, saving), routed(model), answering(attention):
         for step, tokens in enumerate(contexts):
             mark(f"step {step}")
             ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
@@ -176,13 +176,13 @@ def _backward_runs() -> bool:
 
 
 @contextmanager
-def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
+def checkpointed(model: PreTrainedModel, saving: Checkpointing) -> Iterator[None]:
     """Run the body with each layer under torch's activation checkpointing, as in transformers."""
-    if kept is Checkpointing.PLAIN:
+    if saving is Checkpointing.PLAIN:
         yield
         return
     recomputed = partial(checkpoint, use_reentrant=False)
-    run = recomputed if kept is Checkpointing.RECOMPUTE else _checkpoint_offloaded
+    run = recomputed if saving is Checkpointing.RECOMPUTE else _checkpoint_offloaded
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
     try:
         yield
@@ -211,9 +211,9 @@ def _evict(tensor: Tensor) -> _OnHost:
     return _OnHost(tensor.shape, tensor.dtype, tensor.device, copy)
 
 
-def _fetch(held: _OnHost) -> Tensor:
-    tensor = torch.empty(held.shape, dtype=held.dtype, device=held.device)
-    return tensor if held.copy is None else tensor.copy_(held.copy)
+def _fetch(stored: _OnHost) -> Tensor:
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
+    return tensor if stored.copy is None else tensor.copy_(stored.copy)
 
 
 META = torch.device("meta")

@@ -92,15 +92,15 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Start the all-to-all that gives this rank all tokens of its heads. Each part is a tensor,
-        and which of every rank's heads (counted from its first) to exchange; None: all."""
+        """Start the all-to-all that gives this rank all tokens of its heads. Each part is (tensor,
+        heads): `heads` is the range to exchange within each rank's heads; None: all."""
         tensors = [self._some(x, heads) for x, heads in parts]
         if self.padding:
             tensors = [x[:, :, :0] for x in tensors]
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def begin_tokens(self, *tensors: Tensor) -> Coming:
-        """Start the exchange back to this rank's tokens; tensors have some heads of every rank."""
+        """Start the exchange from this rank's heads, or some of these, back to its tokens."""
         if self.ulysses is None:
             return lambda: [self._filled(x) for x in tensors]
         coming = self.ulysses.to_tokens(tensors)

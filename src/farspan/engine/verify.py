@@ -77,8 +77,8 @@ Errors = dict[str, float]  # relative, by a parameter's name
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision, it is
-    that of the run with the least ratio to plain autograd's error or, with experts, over all
+    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision, of the
+    run with the least ratio to plain autograd's error; if the model chooses experts, over all
     runs."""
 
     name: str
@@ -146,13 +146,13 @@ def _factors(spreads: Errors, runs: int) -> Errors:
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
 
 
-def exactly(found: Errors, moved: list[Errors]) -> Judged:
-    """Compare the errors `found` of a float64 step with their limits. `moved` are errors between
-    runs of the reference that round differently; empty if all errors are within `EXACT`."""
+def exactly(errors: Errors, moved: list[Errors]) -> Judged:
+    """Compare the errors of a float64 step with their limits. `moved` are errors between runs of
+    the reference that round differently; empty if all errors are within `EXACT`."""
     rule = f"relative L2 error <= {EXACT:g}, float64 throughout"
-    limits = dict.fromkeys(found, EXACT)
+    limits = dict.fromkeys(errors, EXACT)
     if moved:
-        furthest = {name: max(run[name] for run in moved) for name in found}
+        furthest = {name: max(run[name] for run in moved) for name in errors}
         limits = {n: max(EXACT, min(MOVES * m, ILL_CONDITIONED)) for n, m in furthest.items()}
         rule += (
             f", or {MOVES:g}x the largest change of the reference in {len(moved)} runs that round "
@@ -160,7 +160,7 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
         )
         if (most := max(furthest.values())) > ILL_CONDITIONED:
             rule += f" (changed by {most:.1e}: this model is too ill-conditioned for the test)"
-    return Judged([GradientError(n, e, limits[n]) for n, e in found.items()], EXACT, rule)
+    return Judged([GradientError(n, e, limits[n]) for n, e in errors.items()], EXACT, rule)
 
 
 def _least_off(
@@ -199,7 +199,7 @@ def _ratio(step: float, plain: float) -> float:
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
     """Return, by name, the standard deviation over runs of the logarithm of plain autograd's error.
-    A few runs tell little of one parameter: so it is a mean over layers, and at least typical."""
+    As runs are few it is the mean over layers, and at least that of a typical parameter name."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()
@@ -327,26 +327,28 @@ def verify(
     worst: int = 10,
     selector: GivenSelector | None = None,
 ) -> Verification:
-    """Compare loss and every gradient of one step with plain full-sequence autograd.
+    """Compare the loss and every gradient of one step with plain full-sequence autograd.
 
     A float64 model must agree to 1e-12 in relative L2 norm for every parameter, or as far as
-    rounding moves the reference itself (`exactly`); operations that its code computes in float32
-    run in float64 meanwhile, on both sides. A lower precision has two tests. A float64 copy (of
-    quantised weights, of their values) must pass that test with the same schedule: it shows a wrong
-    order, a lost block or a wrong weight, however small. And the precision, with its own kernels,
-    may add no more than rounding: against the float64 copy, errors of two steps whose inputs are a
-    rounding apart may be sqrt(2) times those of plain autograd on the same inputs over all
-    parameters; in at least one run, for each parameter and for the median of each kind, sqrt(2)
-    times what chance allows by how far plain autograd's runs differ (`beside_plain`). The model is
-    changed by a rounding meanwhile and restored afterwards. The model's `.grad` is kept.
+    rounding changes the reference itself (`exactly`); operations that its code computes in float32
+    run in float64 meanwhile, on both sides. A lower precision has two tests. First, a float64 copy
+    (with the values of quantised weights) must pass that test with the same schedule: it shows a
+    wrong order, a lost block or a wrong weight, however small. Then the model itself, with its own
+    kernels, may add no more than rounding. Its errors against the float64 copy, in two steps whose
+    inputs are a rounding apart, may be sqrt(2) times those of plain autograd over all parameters;
+    for each parameter, and the median over layers, sqrt(2) times what chance allows in at least one
+    run (`beside_plain`). The model is changed by a rounding meanwhile and restored afterwards. The
+    model's `.grad` is kept.
 
     With `schedule.sparse` the tests are those of sparse attention's own function, in float64 with
     pages chosen by each side for itself, in lower precision with the pages that float64 chooses.
 
     Args:
-        run: The random tokens.
-        worst: Number of parameters and kinds in the result, the worst first.
-        selector: Selector of pages, as for `Step`.
+        model: A causal LM, in its own precision.
+        schedule: The schedule of the step to verify.
+        run: Sizes and seed of the random tokens.
+        worst: Number of parameters and medians in the result, the worst first.
+        selector: Function that chooses pages, as for `Step`.
 
     Returns:
         The verification; `sparse` has the distance of sparse attention from dense.
@@ -461,12 +463,12 @@ class Structure:
 def _structure(twin: nn.Module, function: Function, data: Data, exact: Outcome) -> Structure:
     function = function.in_double()
     outcome = _stepped(twin, function, data)
-    found, moved = _errors(outcome[1], exact[1]), []
-    if max(found.values(), default=0.0) > EXACT:
+    errors, moved = _errors(outcome[1], exact[1]), []
+    if max(errors.values(), default=0.0) > EXACT:
         for seed in range(MOVED_RUNS):
             with RoundedApart(seed):
                 moved.append(_errors(_plain(twin, data, function.exact())[1], exact[1]))
-    return Structure(outcome, exactly(found, moved), _error(outcome[0], exact[0]))
+    return Structure(outcome, exactly(errors, moved), _error(outcome[0], exact[0]))
 
 
 def _rounded(model: nn.Module, data: Data, plains: _Side, steps: _Side) -> Judged:
@@ -516,21 +518,20 @@ def _chooses(model: nn.Module, data: Data) -> bool:
     return seen.any
 
 
-def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     whole = sum(float(g.double().norm()) ** 2 for g in expected.values()) ** 0.5
     errors = {}
     for name, gradient in expected.items():
         noise = float(gradient.double().norm()) <= NOISE * whole
-        errors[name] = _error(found[name], gradient, whole if noise else 0.0)
+        errors[name] = _error(gradients[name], gradient, whole if noise else 0.0)
     return errors
 
 
-def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the L2 error, relative to `least` or the norm of `expected` if larger. NaN is
-    infinite."""
-    found, expected = found.detach().double(), expected.detach().double()
+def _error(result: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Return the L2 error over the norm of `expected`, at least `least`; infinite for NaN."""
+    result, expected = result.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
-    error = float((found - expected).norm())
+    error = float((result - expected).norm())
     if error != error:
         return float("inf")
     return error / norm if norm > 0 else error

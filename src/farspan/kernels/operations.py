@@ -41,8 +41,7 @@ AHEAD = 32 * 1024  # bytes of shared memory for prefetched tiles in the backward
 
 
 class Norm(NamedTuple):
-    """Settings of an RMS norm: x_hat = x / sqrt(mean(x**2) + eps), then x_hat * (weight +
-    offset)."""
+    """Settings of an RMS norm: x / sqrt(mean(x**2) + eps) in fp32, times (weight + offset)."""
 
     eps: float
     offset: float = 0.0  # 1 for Gemma, whose weights are offsets from 1

@@ -44,15 +44,15 @@ def _indices(row, sizes):
 
 @triton.jit
 def row_offsets(x, row, sizes):
-    """Return the offset in elements of vectors of a tensor, from the vectors' numbers `row` [n]."""
+    """Return the offsets, in elements, of a tensor's vectors with the numbers `row` [n]."""
     i = _indices(row, sizes)
     return i[0] * x.first + i[1] * x.second + i[2] * x.third
 
 
 @triton.jit
 def number_offsets(x, row, sizes):
-    """Return the offset in elements of each number `row` [n] in a tensor with one number per
-    vector, whose strides are encoded (`launch.veiled`)."""
+    """Return the offsets, in elements, of the numbers of vectors `row` [n] in a tensor with one
+    number per vector, whose strides are encoded (`launch.veiled`)."""
     i = _indices(row, sizes)
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 
