@@ -135,9 +135,9 @@ def attend_earlier(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention to earlier keys into `attended` (out, lse), which may change in place, and
-    return the result. An out in the accumulate dtype needs no second, wider copy. With `narrow` out
-    may be rounded to q's dtype with the last block."""
+    """Merge attention to earlier keys into `attended` (out, lse) and return the result. An out in
+    the accumulate dtype changes in place, without a copy. With `narrow` out may be rounded to q's
+    dtype with the last block."""
     joined, visits = _Joined(call, *attended), list(_visits(call))
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)

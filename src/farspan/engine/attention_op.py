@@ -134,7 +134,7 @@ class ChunkAttention:
     def attend(
         self, call: AttentionCall, of_keys: OfKeys, prefix: KVPrefix | KVHeads, sinks: Tensor | None
     ) -> Attended:
-        """Return attention's output and LSE for the heads of these tensors."""
+        """Return the attention's output and LSE for q, k, v of all or some of this rank's heads."""
         if isinstance(self.spread, Ring):
             return self.spread.attend(call, *of_keys, self.key_values, sinks)
         if self.spread is not None:
@@ -379,7 +379,7 @@ class AttentionContext:
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Return the blocks of queries and keys whose keys the rank with index `ring` has."""
+        """Return the blocks of queries and keys for the keys of rank `ring` in ring attention."""
         program = self.program
         spec = program.model.layers[layer]
         if chunk != self.chunk:

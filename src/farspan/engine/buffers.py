@@ -52,7 +52,7 @@ class ProgramBuffers:
         self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
 
     def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
-        """Return a layer's tensors in a buffer, each with bytes per token and dtype."""
+        """Return a layer's tensors in a buffer: each one's place, bytes per token and dtype."""
         if (name, layer) not in self._regions:
             buffer, program = self.program.buffers[name], self.program
             spec, held = program.model.layers[layer], buffer.stop - buffer.start
@@ -108,7 +108,7 @@ class ProgramBuffers:
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """View a buffer whose chunks all have data of one shape as one tensor [chunks, *shape]."""
+        """View a buffer whose chunks have equally shaped data as one tensor [chunks, *shape]."""
         buffer = self.program.buffers[name]
         assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)
@@ -229,11 +229,12 @@ class KVPrefix:
         return self.storage.rows(self.keys_in, (start, stop), self.layer)
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add dK [b, Hk, T, D] and dV of tokens [start, stop) to the sums of batch rows `rows`."""
+        """Add dK [b, Hk, T, D], dV of tokens [start, stop) and b batch rows (`rows`) to the
+        sums."""
         self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
 
     def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
-        """Add gradients of tokens [start, stop), each [T, B, ...], by name to the sums."""
+        """Add each gradient [T, B, ...] of tokens [start, stop) to the sum of the same name."""
 
         def add_all(total: dict[str, Tensor]) -> None:
             for name, gradient in gradients.items():

@@ -210,7 +210,8 @@ class Interpreter:
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
         """Run the instructions from the next one to the last, or up to index `until`. Return the
-        mean loss, float64. `orders` are instructions' waits, if copies overlap with computation."""
+        mean loss, float64. `orders` has the earlier instructions that each instruction waits
+        for."""
         now = self.registers
         if orders is not None and now.order is None:
             now.order = StreamOrder(self.storage.copies, orders)

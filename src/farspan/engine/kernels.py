@@ -181,9 +181,9 @@ def flash_attention_3() -> Iterator[None]:
 class Flash4(BlockKernel):
     """FlashAttention-4 for Hopper and data-centre Blackwell. It takes bf16, fp16; D == Dv, a
     multiple of 8 up to 128, or 256 (any up to 256 on Hopper); tensors [B, S, H, D]; GQA, windows
-    and soft caps. Causal masks and windows are aligned bottom right; None means all keys on that
-    side. It sums dQ in a fixed order under `torch.use_deterministic_algorithms`. It compiles each
-    kernel at its first call, which takes seconds."""
+    and soft caps. Causal masks and windows are aligned bottom right; a window's None means all keys
+    on that side. It sums dQ in a fixed order under `torch.use_deterministic_algorithms`. The first
+    call of each kernel compiles it, which takes seconds."""
 
     softcap: float | None = None
 

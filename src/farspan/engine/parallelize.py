@@ -133,8 +133,8 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """Sum gradients of parameters that tensor parallelism does not slice over its ranks, each
-        of which has the part of its tokens or heads."""
+        """Sum gradients of parameters that are not sliced over tensor-parallel ranks, since each
+        rank has only its tokens' or heads' part."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -199,8 +199,8 @@ def _text_of(value: object) -> str:
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Return, by names that begin with `name`, texts and tensors by which ranks compare a function
-    and the values that it refers to, except weights of `model`."""
+    """Return texts and tensors, with names that begin with `name`, by which ranks compare a
+    function and the values that it refers to, except weights of `model`."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):
@@ -240,23 +240,19 @@ def parallelize(
     keep: bool = False,
     kernels: Kernels | None = None,
 ) -> ShardedModel:
-    """Shard a model over ranks, in place.
+    """Shard a causal LM over ranks, in place, for steps with the same `ranks`; return its shards.
 
     All ranks have loaded the whole model, or rank 0 alone, on any device, and other ranks on the
     meta device: then no device ever has more than its shards and one weight. Make the optimizer
     from the parameters afterwards. Steps may use another schedule with the same pipeline stages.
 
     Args:
-        model: A causal LM of transformers.
         schedule: With `schedule.weights` HOST the shards stay in main memory.
         ranks: Tensor parallelism slices layers' weights; the rest is sharded as by FSDP2 if `fsdp`.
         stage: The ZeRO stage, if not the layout's.
         offload: Keep sharded weights, their gradients and so optimizer states in main memory.
         keep: Keep layers of other pipeline stages, which otherwise move to the meta device.
         kernels: The kernels of the steps; give steps the same.
-
-    Returns:
-        The sharded model, as `Step` takes it with the same ranks.
 
     Raises:
         UnsupportedError: Ranks' models or weights differ, or cannot be sharded exactly.

@@ -269,7 +269,7 @@ class Preparations:
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
 
     def begin(self, weights: StreamedWeights | None = None) -> None:
-        """Prepare the model in its present state, as given at first. Raises UnsupportedError."""
+        """Prepare the model in its present state. Raises UnsupportedError."""
         self._prepare(weights)
         if self.sharded is not None:
             self.now = self._kept[-1] = replace(self.now, look=self.sharded.look)

@@ -136,7 +136,7 @@ def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class MarkedKernel:
-    """Aten's flash attention for CPUs, which runs on the meta device, with a mark at its begin."""
+    """Aten's flash attention for CPUs, which runs on the meta device and records when it begins."""
 
     inner: BlockKernel
     meter: Meter
@@ -174,7 +174,7 @@ class MarkedKernels(AttentionKernels):
 
 
 class MarkedPrefix(KVPrefix):
-    """K, V of earlier chunks that add a mark when attention has ended."""
+    """K, V of earlier chunks that record when attention has ended."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -185,7 +185,7 @@ class MarkedPrefix(KVPrefix):
 
 
 class MarkedAttention(ChunkAttention):
-    """Attention function of a cell that adds a mark when the model calls it."""
+    """Attention function of a cell that records when the model calls it."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -284,8 +284,8 @@ Lengths = Sequence[tuple[int, ...]]
 
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
-    """Return the line through sizes at two lengths; or the plane through sizes at three pairs
-    (chunk, piece), where each pair differs from the one before in one number."""
+    """Return the line through sizes at two lengths, or the plane through sizes at three lengths
+    (tokens of chunk and of piece), each of which differs from the previous one in one number."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]

@@ -163,7 +163,8 @@ class Recurrent:
         cell.seal()
 
     def begin_backward(self, i: Backward) -> KVPrefix:
-        """Start fetching the state that the cell read in its forward, and its gradient sums."""
+        """Start fetching the state that the cell read in its forward, and that state's gradient
+        sums."""
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -262,7 +263,7 @@ class Recurrent:
 
 
 def _held(rows: Tensor, state: StateTensor) -> Tensor:
-    """Return a view of the state stored at the start of a chunk's rows [T, B, row]."""
+    """Return a view of a layer's state, stored from the first element of a chunk's rows on."""
     batch = rows.shape[1]
     return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
 

@@ -46,7 +46,7 @@ class PreparedProgram:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Waits of each instruction for others, needed if copies overlap with computation."""
+        """Earlier instructions that each instruction has to wait for, if copies run in parallel."""
         return waits(self.program)
 
     @cached_property

@@ -240,8 +240,8 @@ class StreamedWeights:
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
     def norms(self) -> dict[int, Tensor]:
-        """Return gradient norms, computed on the device, by the id of the user's parameter: of
-        parameters whose `.grad` is the unchanged sum of the latest step."""
+        """Return norms of gradients, by the id of the user's parameter, that the device computed in
+        the latest step: for parameters whose `.grad` is still that step's sum."""
         return {
             id(p.own): p.norm
             for p in self._all()

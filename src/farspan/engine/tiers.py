@@ -392,7 +392,7 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether rows begin and end at multiples of `whole` elements."""
+    """Return whether groups of `whole` elements can be viewed as one element in all rows."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
@@ -438,7 +438,7 @@ class StreamOrder:
 
 
 class DeviceTooSmall(UnsupportedError):
-    """Error: the GPU has not enough free memory."""
+    """Error that a GPU has not enough free memory."""
 
 
 def reserve_together(

@@ -354,7 +354,7 @@ class _Count(UncompiledMode):
 
 @cache
 def _engine_references() -> int:
-    """Return the number of references to its first argument while autograd adds two gradients.
+    """Return the number of references to the first summand while autograd adds two gradients.
     Measured, since it depends on the versions of CPython and torch."""
     x = torch.empty(1, device="meta", requires_grad=True)
     with _Count() as count, torch.enable_grad():

@@ -220,7 +220,7 @@ META = torch.device("meta")
 
 
 class MetaKernels(AttentionKernels):
-    """Choice of attention kernels as on a GPU, for meta tensors."""
+    """Choice of attention kernels for meta tensors, as a GPU would have it."""
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         # A meta model would get the plain kernel; soft caps have only that one anywhere.

@@ -184,7 +184,8 @@ class OverlappedUlysses:
         finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq, dk, dv of all heads for this rank's tokens, and dsinks of this rank's heads.
-        `finish` returns the complete dk, dv of a range of K, V heads, which are then sent."""
+        `finish` adds later chunks' parts to dk, dv of a range of K, V heads before these are
+        sent."""
         coming = [self._to_heads(piece, dout) for piece in self.pieces]
         leaving: list[Coming] = []
         sums = dout, dout  # placeholders: the first piece sets them

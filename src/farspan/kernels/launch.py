@@ -39,7 +39,8 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors and the sizes of two inner indices, by `veiled`."""
+    """Kernel argument: the number of vectors and the sizes of its inner two indices, all
+    `veiled`."""
 
     rows: int
     second: int
