@@ -169,7 +169,7 @@ class ChunkAttention:
         prefix: KVPrefix | KVHeads,
         sinks: Tensor | None,
     ) -> AttentionGradients:
-        """Return dq, dk, dv, dsinks of these heads; add dK, dV of earlier chunks to their sums."""
+        """Return dq, dk, dv, dsinks for these q, k, v; add dK, dV of earlier chunks to sums."""
         whole = self.key_values
         if isinstance(self.spread, Ring):
             return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)

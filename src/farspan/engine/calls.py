@@ -52,7 +52,7 @@ class Calls:
     def ready(
         self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
     ) -> Ready:
-        """Check the arguments `given`; prepare the model, program, inputs and the loss's divisor.
+        """Check a call's arguments; prepare the model, program, inputs and the loss's divisor.
         Raises UnsupportedError."""
         with self.agreement(call) as same:
             if trains:

@@ -237,9 +237,9 @@ def differentiate(
     left: Sequence[GradientEdge] = (),
     graph_inputs: Iterable[GraphInput] = (),
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Return the gradients of a cell's weights, and of its hidden states. `out_gradients` are of
-    its output and of the tensors `left` to the next chunk; the list is emptied so that autograd can
-    free each. Gradients of other inputs are in `graph_inputs` afterwards."""
+    """Return the gradients of a cell's weights and of its input. `out_gradients` has the gradients
+    of the output and of the tensors `left` to the next chunk; the list is emptied so that autograd
+    can free each. Gradients of other inputs are in `graph_inputs` afterwards."""
     gradients = torch.autograd.grad(
         [graph.out, *left],
         [

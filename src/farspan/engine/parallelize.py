@@ -116,7 +116,8 @@ class ShardedModel:
             self.sharded.release(unit)
 
     def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
-        """Remove a unit's gradient sums from `totals`, and add their sums over ranks to `.grad`."""
+        """Add gradient sums of a unit (a layer, or all modules outside) over ranks to `.grad`, and
+        remove these from `totals`."""
         if self.tensor is not None:
             self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
         self.sharded.reduce(unit, totals)

@@ -267,7 +267,7 @@ class StreamedWeights:
         return self._sum_bytes() + sum(narrow)
 
     def missing_bytes(self) -> int:
-        """Return the bytes of main memory that the next step with gradients will allocate."""
+        """Return the bytes of main memory that the next step allocates for gradients."""
         return self._sum_bytes() - self._sums.nbytes
 
     def _sum_bytes(self) -> int:

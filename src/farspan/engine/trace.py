@@ -251,7 +251,7 @@ class Recorder(UncompiledMode):
             self.events.append(FreeEvent(death.tensor))
 
     def _borrow(self, func: Any, args: Sequence[Any]) -> None:
-        """Record memory that a kernel allocates internally, and a thread's new workspace."""
+        """Record memory that a kernel allocates internally, and a thread's first workspace."""
         thread = in_backward()  # autograd runs on its own thread, with its own handles
         workspace = self._temporaries.workspace(func)
         if workspace and thread not in self._handles:
