@@ -134,8 +134,8 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """Sum gradients of parameters that are not sliced over tensor-parallel ranks, since each
-        rank has only its tokens' or heads' part."""
+        """Sum, over tensor-parallel ranks, the gradients of parameters that are not sliced: each
+        rank has the part of its tokens or heads."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -241,7 +241,7 @@ def parallelize(
     keep: bool = False,
     kernels: Kernels | None = None,
 ) -> ShardedModel:
-    """Shard a causal LM over ranks, in place, for steps with the same `ranks`; return its shards.
+    """Shard a causal LM over ranks, in place; return the model to give to `Step(ranks=...)`.
 
     All ranks have loaded the whole model, or rank 0 alone, on any device, and other ranks on the
     meta device: then no device ever has more than its shards and one weight. Make the optimizer
