@@ -1,13 +1,14 @@
-"""Saved activations: tensors that autograd saves for a cell, as one run of bytes.
+"""Tensors that autograd saves for one cell's backward, stored together as one run of bytes.
 
 During the forward of a cell, autograd passes every tensor that it saves to `pack`. Tensors that a
-buffer of the program has anyway (the layer's input, the attention output) become references to it,
-and parameters stay in place. The rest is copied into one run of bytes when the cell is sealed, so
-one copy takes a cell to the host and one brings it back (MEMO 4.1).
+buffer of the program has anyway (the layer's input, the attention output) become references to the
+buffer, and parameters stay in place. The rest is copied into one run of bytes when the cell is
+sealed, so one copy takes a cell to the host and one brings it back (MEMO 4.1).
 
 The copy is of memory, not of tensors: once for each storage, the span that saved views cover. So
 the halves of a fused projection are stored together, and a view comes back with its strides and
-alignment. Kernels choose by these, and the backward must give the same bits."""
+alignment. Kernels choose by these, and the backward must give the same bits.
+"""
 
 import sys
 import warnings
@@ -29,7 +30,7 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor, as elements of a named tensor or a span, wherever that memory is now."""
+    """A saved tensor, described as elements of a named tensor or of a copied span."""
 
     source: str | int  # name, or address of the storage
     offset: int  # bytes from the named tensor's first element, or from the storage's
@@ -40,7 +41,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Sparse:
-    """A saved sparse tensor, as its indices and values."""
+    """A saved sparse tensor, stored as its indices and values."""
 
     indices: "Tensor | _View"
     values: "Tensor | _View"
@@ -53,7 +54,7 @@ Packed = Tensor | _View | _Sparse
 
 @dataclass(slots=True)
 class _Span:
-    """The part of a storage that saved tensors use, copied as one run of bytes."""
+    """Range of bytes of a storage that saved tensors use, copied in one piece."""
 
     tensor: Tensor  # keeps the memory alive until it is copied
     low: int  # bytes from the start of the storage, aligned
@@ -66,7 +67,7 @@ class _Span:
 
 
 class SavedActivations:
-    """The tensors that autograd saves for one cell's backward, moved as one run of bytes.
+    """Store of the tensors that autograd saves for one cell's backward, moved as one run of bytes.
 
     Invariant: before `seal`, every storage with a saved view stays alive, so its address identifies
     it. After `seal` no tensor is kept, except copies beyond the planned bytes.
@@ -82,7 +83,7 @@ class SavedActivations:
         self.references: set[str] = set()  # named tensors that the graph saved
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return a context in which autograd saves tensors here."""
+        """Return a context in which autograd saves tensors to this store."""
         pack, unpack = self.pack, self.unpack
         # Compiled modules save in frames that the compiler watches; it must not trace these hooks.
         if "torch._dynamo" in sys.modules:
@@ -110,20 +111,20 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or a view of one; slots have other tensors too."""
+        """Return whether a tensor views a parameter: a slot's storage has other tensors, too."""
         storage, start = _storage(tensor), _start(tensor)
         return any(storage == s and low <= start < high for s, low, high in self._parameters)
 
     def size(self) -> int:
-        """Return the bytes that `seal` will copy."""
+        """Return the bytes that `seal` will copy to the cell."""
         return sum(span.size for span in self._spans.values())
 
     def count(self) -> int:
-        """Return the number of spans of memory that `seal` will copy."""
+        """Return how many spans of memory `seal` will copy."""
         return len(self._spans)
 
     def seal(self, store: Tensor) -> None:
-        """Copy the saved memory into `store` (uint8), once the cell's forward is done."""
+        """Copy the saved memory into `store`, the cell's bytes (uint8), after its forward."""
         if self.size() > store.numel():
             warnings.warn(MORE, stacklevel=2)
         place = 0
@@ -139,12 +140,12 @@ class SavedActivations:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all saved tensors. A graph refers to this object by its hooks, and a named tensor to
-        its graph: no collector sees that cycle, which would keep everything saved."""
+        """Drop all saved tensors. A graph refers to this store by its hooks, and a named tensor to
+        its graph: the garbage collector misses this cycle, which would keep everything alive."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
-        """Set the bytes and named tensors from which the cell's backward reads saved tensors."""
+        """Set the bytes and named tensors from which the backward then reads saved tensors."""
         self._bytes, self._named = store, named
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -179,7 +180,7 @@ def _within(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return a tensor's storage as an identifier; on the meta device all addresses are 0."""
+    """Return an identifier of a tensor's storage; on the meta device all addresses are 0."""
     return int(tensor.untyped_storage()._cdata)
 
 

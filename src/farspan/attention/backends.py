@@ -1,4 +1,5 @@
-"""Kernels for attention of one block, by vendor operations or plain PyTorch, and merging of blocks.
+"""Attention kernels for one block of queries and keys, by vendor operations or plain PyTorch, and
+merging of blocks.
 
 q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], H a multiple of Hk; any strides. out [B, H,
 Sq, Dv]; lse [B, H, Sq], natural logarithm, fp32 (fp64 for fp64); sinks [H]. "Accumulate dtype" is
@@ -35,8 +36,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which results of inputs of this dtype are summed: fp32 for 16 and 32
-    bits, fp64 for fp64. LSEs have it, too."""
+    """Return the dtype for sums and LSEs: fp32 for a `dtype` of 16 or 32 bits, fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -51,8 +51,8 @@ def reference(
     sinks: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return exact attention in plain PyTorch, [B, H, S, Dv]: q [B, H, S, D], k [B, Hk, S, D], v
-    [B, Hk, S, Dv], document ids [B, S]."""
+    """Compute exact causal attention in plain PyTorch: q [B, H, S, D], k [B, Hk, S, D], v [B, Hk,
+    S, Dv] and document ids [B, S] to out [B, H, S, Dv]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = scale * q @ k.mT
     if softcap is not None:
@@ -73,16 +73,16 @@ def reference(
 def merged(
     out: Tensor, lse: Tensor, parts: Sequence[operations.Part], dtype: torch.dtype
 ) -> Tensor:
-    """Merge one or two parts into out and lse by one kernel, and return out; `lse` changes in
-    place. If out already has `dtype`, it changes in place, too; else the result is a new tensor
-    with its layout."""
+    """Merge one or two partial softmax results into out and lse by one kernel, `lse` in place.
+    Return out in `dtype`: changed in place if it has that dtype, else a new tensor."""
     into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
     operations.merge_(out, lse, *parts, into=into)
     return into
 
 
 def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Add one or two parts to `total` by one kernel: in place or as a new tensor, as `merged`."""
+    """Add one or two tensors to `total` by one kernel, and return the sum in `dtype`: in place if
+    `total` has that dtype, else a new tensor."""
     into = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
     operations.add_(total, *parts, into=into)
     return into
@@ -91,11 +91,12 @@ def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def merge_(
     out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fused: bool = False
 ) -> None:
-    """Merge one part of a softmax, its out and lse, into `out` and `lse` (accumulate dtype), in
-    place.
+    """Merge a partial result of a softmax, `part_out` and `part_lse`, into `out` and `lse`
+    (accumulate dtype), in place.
 
-    A part whose row saw no key has lse = -inf and weight 0, for any finite `part_out`; a row that
-    no part has seen stays at lse = -inf. With `fused`, one kernel does it if the device has one.
+    A row of a part that saw no key has lse = -inf and weight 0, for any finite `part_out`; a row
+    that saw no key in any part keeps lse = -inf. With `fused`, one kernel does it if the device has
+    one.
     """
     if fused and fused_for(out.device, out.dtype):
         operations.merge_(out, lse, (part_out, part_lse))
@@ -108,7 +109,7 @@ def merge_(
 
 
 def add_(total: Tensor, part: Tensor, *, fused: bool = False) -> None:
-    """Add a part, whose dtype may be narrower, to `total` (accumulate dtype), in place. With
+    """Add a tensor, whose dtype may be narrower, to `total` (accumulate dtype), in place. With
     `fused`, a kernel reads and writes 16 bytes at a time; PyTorch's does not if dtypes differ."""
     if fused and fused_for(total.device, total.dtype):
         operations.add_(total, part)
@@ -124,7 +125,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of the loss by the sinks, [H], in the accumulate dtype.
+    """Return the gradient of the loss with respect to the sinks, [H], in the accumulate dtype.
 
     `out` and `lse` come from `add_sinks`. The sink has weight exp(sink - lse) and value zero, so
     its score gradient is weight * (0 - rowsum(dout * out)).
@@ -138,7 +139,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """Inputs of a backward per query, [B, H, Sq, ...]; out and lse cover all blocks and sinks."""
+    """Tensors of a backward with a row per query, [B, H, Sq, ...]; out and lse are of all keys."""
 
     dout: Tensor
     q: Tensor
@@ -147,36 +148,36 @@ class BackwardQueries(NamedTuple):
 
 
 class BlockKernel(Protocol):
-    """A kernel that computes attention of one block. Kernels hold no state."""
+    """A kernel that computes attention of one block of queries and keys. Kernels have no state."""
 
     @property
     def softcap(self) -> float | None:
-        """The soft cap that the kernel applies to scores; None: no cap."""
+        """Soft cap that the kernel applies to scores, or None."""
         return None
 
     def split(self, block: Block) -> tuple[Block, ...]:
-        """Divide a block into blocks that the kernel computes in one call each."""
+        """Divide a block into blocks that the kernel computes by one call each."""
         return (block,)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return out, in the dtype of q, and lse of this block alone, as new tensors."""
+        """Return out (in q's dtype) and lse over the keys of this block alone, as new tensors."""
 
     def backward(
         self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
-        """Return the block's dq, dk and dv as new tensors; dk and dv have Hk heads."""
+        """Return dq, dk and dv of a block as new tensors; dk and dv have Hk heads."""
 
 
 def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors copied where their inner stride is not 1, which vendor operations assume
-    without a check: a gradient that autograd has expanded has inner stride 0."""
+    """Return the tensors, copied unless their last dimension has stride 1. Vendor operations assume
+    that stride without a check, but a gradient that autograd has expanded has stride 0."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def token_first(x: Tensor) -> Tensor:
-    """Return a tensor [B, H, S, D] laid out as [B, S, H, D] in memory, copied if necessary."""
+    """Return a tensor [B, H, S, D] that is contiguous as [B, S, H, D], copied if necessary."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -266,9 +267,9 @@ class CudaFlash(BlockKernel):
         return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
-        """Return the op's window: the keys to the left and right of the aligned diagonal, -1 for
-        all. Row i of Sq sees columns from i + Sk - Sq - left. In a windowed block without causal
-        mask the op turns right = -1 into Sk, which would hide keys if Sq > Sk + 1."""
+        """Return the window as aten's operation takes it: the keys left and right of the aligned
+        diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. Without a causal
+        mask, the operation turns right = -1 into Sk, which would hide keys if Sq > Sk + 1."""
         if block.window is None:
             return -1, 0 if block.causal else -1
         assert block.queries <= block.keys + 1, block
@@ -278,9 +279,10 @@ class CudaFlash(BlockKernel):
 
 @cache
 def _cudnn_lse_rank() -> int:
-    """Return the rank of cuDNN's LSE: [B, H, Sq, 1] in torch 2.11 to 2.13, [B, H, Sq] later.
+    """Return the number of dimensions of cuDNN's LSE: [B, H, Sq, 1] in torch 2.11 to 2.13, [B, H,
+    Sq] later.
 
-    The op's shape function on the meta device answers for the installed torch.
+    The operation's shape function on the meta device answers for the installed torch.
     """
     x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="meta")
     return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].ndim
@@ -374,8 +376,8 @@ class CudaCudnn(BlockKernel):
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Runs the kernel `inner`, which needs D == Dv or certain widths, on heads padded by zeros to
-    `width`.
+    """Kernel that pads heads with zeros to `width`, and runs the kernel `inner`, which needs D ==
+    Dv or certain widths.
 
     Exact: a zero adds nothing to a score, to rowsum(dout * out) or to a gradient; columns of out
     that come only from zeros of v are cut off, and the scale is the caller's, of the true width.
@@ -408,7 +410,7 @@ class Padded:
         return dq[..., : queries.q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _wide(self, x: Tensor) -> Tensor:
-        """Pad heads to `width`, token-first in memory, which vendor kernels take without a copy."""
+        """Pad heads to `width`; the result is contiguous as [B, S, H, D], for vendor kernels."""
         if x.shape[-1] == self.width:
             return x
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
@@ -418,7 +420,7 @@ class Padded:
 
 
 def visible(block: Block, device: torch.device) -> Tensor:
-    """Return a mask of the keys that each query of the block sees, bool [Sq, Sk]."""
+    """Return a block's mask, bool [Sq, Sk]: True where the query attends to the key."""
     query = torch.arange(block.q_start, block.q_stop, device=device)
     distance = query[:, None] - torch.arange(block.k_start, block.k_stop, device=device)
     seen = distance >= 0
@@ -485,7 +487,7 @@ class Tiled(BlockKernel):
     def _scores(
         self, q: Tensor, k: Tensor, tile: Block, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return masked scores [B, Hk, R, Sk], and d capped / d uncapped scores before the mask."""
+        """Return masked scores [B, Hk, R, Sk], and the derivative of the soft cap at each score."""
         dtype = accumulate_dtype(q.dtype)
         scores = _stack(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -506,7 +508,7 @@ def _stack(x: Tensor, kv_heads: int) -> Tensor:
 
 def row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
     """Yield the block's queries tile by tile, each with the tiles of keys that it sees, for a loop
-    that holds one tile of scores. Slices count from the block's first query and key."""
+    that has one tile of scores in memory. Slices count from the block's first query and key."""
     for q_start in range(block.q_start, block.q_stop, size):
         rows = slice(q_start - block.q_start, min(q_start + size, block.q_stop) - block.q_start)
         tiles = key_tiles(block, q_start, size)

@@ -35,7 +35,7 @@ from farspan.program.attention_blocks import Block, overlapping
 
 
 class KeyValues(Protocol):
-    """Access to the keys and values before a chunk, and to the sums of their gradients."""
+    """Access to the keys and values of earlier chunks, and to the sums of their gradients."""
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return K [B, Hk, S, D] and V [B, Hk, S, Dv] of tokens [start, stop), all batch rows.
@@ -45,14 +45,14 @@ class KeyValues(Protocol):
         """
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add gradients dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] to the sums of tokens [start,
-        stop) in the batch rows `rows`. They have the model's or the accumulate dtype; the sums must
-        have the latter. Called once after each call of `keys`, with its range."""
+        """Add gradients dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] to the sums for tokens [start,
+        stop) in the batch rows `rows`. Gradients have the model's or the accumulate dtype; sums
+        have the accumulate dtype. Called once after each call of `keys`, with its range."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The settings of one chunk's attention, without its tensors."""
+    """Settings of one chunk's attention: everything but its tensors."""
 
     scale: float
     softcap: float | None
@@ -66,18 +66,19 @@ class AttentionCall:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
-        """Return whether a fused kernel may merge `part` into `whole`: it needs all queries."""
+        """Return whether a fused kernel may merge a block's result `part` into the chunk's result
+        `whole`: it needs the result for all of the chunk's queries."""
         return self.fused and part.shape == whole.shape and fused_for(part.device, part.dtype)
 
     @property
     def own_start(self) -> int:
-        """First row of the chunk's own keys."""
+        """Row of the first of the chunk's own keys."""
         return self.q_start if self.k_start is None else self.k_start
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """One read of earlier keys [start, stop), and the blocks of attention that use them."""
+    """One read of earlier keys [start, stop), with the blocks of attention computed on the keys."""
 
     start: int
     stop: int
@@ -115,9 +116,9 @@ def attend_blocks(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a chunk over its blocks of keys: without sinks, and before out is
-    rounded. out of several blocks has the accumulate dtype; with `narrow` it may be rounded with
-    the last block. A query that sees no key of this rank has out = 0 and lse = -inf."""
+    """Return out and lse of a chunk over all its blocks of keys, without sinks. out of several
+    blocks has the accumulate dtype; with `narrow` it may be rounded to q's dtype with the last
+    block. A query that sees no key of this rank has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
     if not call.fused and any(_visits(call)):
         # A chunk of one block needs no sum, hence no wider output. The narrow one is freed here.
@@ -134,8 +135,9 @@ def attend_earlier(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return `attended` (out, lse) with earlier keys merged in; it may change in place. An out in
-    the accumulate dtype needs no second, wider copy. `narrow` as in `attend_blocks`."""
+    """Merge attention to earlier keys into `attended` (out, lse) and return the result. An out in
+    the accumulate dtype changes in place, without a copy. With `narrow` out may be rounded to q's
+    dtype with the last block."""
     joined, visits = _Joined(call, *attended), list(_visits(call))
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
@@ -190,22 +192,23 @@ def attend_earlier_backward(
     attended: tuple[Tensor, Tensor],
     key_values: KeyValues,
 ) -> Tensor:
-    """Return the part of dq (accumulate dtype) that comes from earlier keys alone. The gradients of
-    these keys go to `key_values.add_gradient`; `attended` covers all keys."""
+    """Return the part of dq (accumulate dtype) that comes from earlier keys. These keys' gradients
+    go to `key_values.add_gradient`; `attended` covers all keys."""
     dq = _BlockSum(q, accumulate_dtype(q.dtype), call)
     _earlier_gradients(call, BackwardQueries(dout, q, *attended), key_values, dq)
     return dq.total().to(dq.dtype)
 
 
 class _Joined:
-    """A running out and lse of several blocks; kernels merge two parts of all queries at a time."""
+    """Running out and lse of a softmax over several blocks. Up to two blocks' results for all
+    queries wait, to be merged by one kernel."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Merge a block's out and lse; after the last block, out may be rounded to dtype `last`."""
+        """Merge a block's out and lse; with the last block, out may be rounded to dtype `last`."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:
@@ -217,16 +220,14 @@ class _Joined:
         merge_(out, lse, *part, fused=self.call.fused)
 
     def finish(self, dtype: torch.dtype) -> None:
-        """Merge the parts that still wait; out then has this dtype."""
         if self.waiting:
             self.out = merged(self.out, self.lse, self.waiting, dtype)
             self.waiting = []
 
 
 class _BlockSum:
-    """A sum of gradients from several blocks; a first part of full size becomes the sum without a
-    copy. Parts are new tensors of kernels, so the first may be added to. Kernels add two parts of
-    full size at a time."""
+    """Sum of a gradient over several blocks. The first block's gradient, if of full size, becomes
+    the sum without a copy, since kernels return new tensors. One kernel adds two of full size."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, call: AttentionCall) -> None:
         self.like, self.dtype, self.call = like, dtype, call
@@ -234,8 +235,8 @@ class _BlockSum:
         self.waiting: list[Tensor] = []
 
     def add(self, part: Tensor, rows: slice, start: int, *, last: bool = False) -> None:
-        """Add a block's gradient at these batch rows and from token `start` on; the `last` part may
-        round the sum to the inputs' dtype."""
+        """Add a block's gradient at the batch rows `rows` and from token `start` on. With the
+        `last` gradient, the sum may be rounded to the inputs' dtype."""
         if self.sum is None and part.shape == self.like.shape:
             self.sum = part
             return
@@ -255,7 +256,7 @@ class _BlockSum:
             self.sum, self.waiting = added(self.sum, self.waiting, dtype), []
 
     def total(self) -> Tensor:
-        """Return the sum, or zeros if no part was added."""
+        """Return the sum, or zeros if nothing was added."""
         self._finish(self.dtype)
         if self.sum is None:
             return torch.zeros_like(self.like, dtype=self.dtype)
@@ -290,8 +291,8 @@ def _gradients(
     *,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of dk and dv over a visit's blocks. Its share of dq is added to `dq`, which
-    the `last` visit may round."""
+    """Return dk and dv summed over the blocks of a visit, and add dq to its sum, which may be
+    rounded if this is the `last` visit."""
     dk, dv = (_BlockSum(x[visit.rows], dq.dtype, call) for x in (keys, values))
     # A visit of several row ranges has all rows, so its rows count from 0.
     first_row = visit.rows.start
@@ -311,7 +312,6 @@ def _gradients(
 
 
 def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a chunk's queries over the chunk's own keys alone."""
     blocks = _own_blocks(call)
     if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
         seen = _of_block(call, q, k, v, blocks[0], call.own_start)
@@ -344,19 +344,16 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 def _of_block(
     call: AttentionCall, q: Tensor, keys: Tensor, values: Tensor, block: Block, first_key: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the block's queries, keys and values."""
     k, v = (_keys(x, block, first_key) for x in (keys, values))
     return _queries(call, q, block), k, v
 
 
 def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
-    """Return the rows and queries of a block from a tensor [B, H, C, ...] of the whole chunk."""
     first = call.q_start - block.shift
     return x[block.rows, :, block.q_start - first : block.q_stop - first]
 
 
 def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
-    """Return a block's rows and keys of a tensor [B, Hk, S, ...] from token `first_key` on."""
     return x[block.rows, :, block.k_start - first_key : block.k_stop - first_key]
 
 
@@ -366,9 +363,9 @@ def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
 
 
 def _visits(call: AttentionCall) -> Iterator[_Visit]:
-    """Yield the reads of earlier keys that the chunk needs, in ascending order; blocks with
-    overlapping key ranges share a read. Blocks are cut on the grid of kv_block, so no visit crosses
-    it, and each range is requested once, for all documents and tiles of windows that share it."""
+    """Yield the reads of earlier keys that the chunk needs, in ascending order. Blocks with
+    overlapping key ranges share a read, so each range is read once, for all documents and tiles of
+    windows. Blocks end at multiples of kv_block, and so does each read."""
     for blocks in overlapping(b for b in call.blocks if b.k_start < call.own_start):
         start, stop = min(b.k_start for b in blocks), max(b.k_stop for b in blocks)
         ranges = {(b.row_start, b.row_stop) for b in blocks}

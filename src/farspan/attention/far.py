@@ -1,8 +1,8 @@
-"""Attention that does not see every key: the protocol by which the engine runs it.
+"""Attention to some of the earlier keys only (sparse): the protocol by which the engine runs it.
 
 A layer that has a `FarAttention` sees near keys, which stream block by block as in dense attention
-(`FarRun.near` says which), and of the others those that its `FarAttention` finds. A cell of the
-engine calls, in this order:
+(`FarRun.near` says which), and those of the other keys that its `FarAttention` chooses. A cell of
+the engine calls, in this order:
 
     forward     begin, note, attend
     backward    begin_backward, attend_backward
@@ -26,10 +26,10 @@ GivenSelector = Callable[..., Tensor]  # a user's, which chooses the far keys
 
 
 class FarAttention(Protocol[Keys]):
-    """The attention of one cell (layer, chunk) to near keys and selected far keys."""
+    """Attention of one cell (layer, chunk) to near keys and to chosen far keys."""
 
     def begin(self, keys: Keys) -> None:
-        """Prepare for `attend`: begin to fetch the far keys that are known to be needed."""
+        """Prepare for `attend`: start fetching far keys that are already known to be needed."""
 
     def note(self, k: Tensor) -> None:
         """Record the chunk's own keys k [C, B, Hk, D], which were just written to their buffer."""
@@ -37,10 +37,10 @@ class FarAttention(Protocol[Keys]):
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse as `attention.chunk.attend` does."""
+        """Compute sparse attention; return out and lse as `attention.chunk.attend` does."""
 
     def begin_backward(self, i: Backward, keys: Keys) -> None:
-        """Prepare for `attend_backward`, as `begin` does."""
+        """Prepare for `attend_backward`: start fetching the far keys chosen in the forward."""
 
     def attend_backward(
         self,
@@ -50,26 +50,26 @@ class FarAttention(Protocol[Keys]):
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return gradients as `attention.chunk.attend_backward` does; `of_keys`: q, k, v."""
+        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` are q, k and v."""
 
 
 class FarRun(Protocol[Keys]):
-    """Creates the far attention of each cell in one run of a program."""
+    """Maker of each cell's far attention, in one run of a program."""
 
     def cell(self, i: Forward) -> FarAttention[Keys] | None:
-        """Return the far attention of a forward cell; None if its layer sees every key."""
+        """Return the far attention of a cell's forward; None if its layer's attention is dense."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return the blocks with near keys, among all those of the chunk at token `start`."""
+        """Return those of a chunk's blocks whose keys are near the chunk, at token `start`."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """A function that waits for the measured attention mass; None if none was measured."""
+        """Function that waits for the measured share of attention weight; None: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """Shares of dense attention's mass that sampled queries see, over all heads; 1: all mass."""
+    """Shares of dense attention's weight on keys that sampled queries see, over all heads."""
 
     mean: float
     minimum: float
@@ -77,7 +77,7 @@ class Mass:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The attention mass that one measured cell sees with far attention."""
+    """Share of attention weight on the keys that far attention sees, measured in one cell."""
 
     layer: int
     chunk: int

@@ -1,8 +1,8 @@
-"""Answer the attention calls of a layer that runs on a chunk.
+"""Compute attention when a layer that runs on one chunk of tokens calls its attention function.
 
-`AttentionContext` belongs to one run of a program: it makes the `ChunkAttention` of each cell, a
-(layer, chunk), which answers the layer's call. `_Attend` is the autograd function below that call,
-and `farspan.attention` computes.
+`AttentionContext` belongs to one run of a program. It makes a `ChunkAttention` for each cell, a
+(layer, chunk): the layer's attention function while the cell runs. `_Attend` is its autograd
+function; `farspan.attention` has the arithmetic.
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim. The model
 passes q [B, H, C, D] and k, v [B, Hk, C, D]; buffers hold k, v [C, B, Hk, D], out [B, C, H, Dv] and
@@ -59,12 +59,12 @@ QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to another
 
 
 class KVWritten(Exception):
-    """Stop a layer after its K and V are written, since the rest of its output is not needed."""
+    """Exception that ends a layer's forward after its K, V are written, if no output is needed."""
 
 
 @dataclass(slots=True)
 class ChunkAttention:
-    """Attention of one cell (layer, chunk), from its forward to its backward."""
+    """Attention function of one cell (layer, chunk), and its data from forward to backward."""
 
     mode: AttentionMode
     call: Callable[[float], AttentionCall]  # takes the model's softmax scale
@@ -86,7 +86,7 @@ class ChunkAttention:
     def __call__(
         self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
-        """Answer the model's attention call; returns [B, C, H, Dv]."""
+        """Compute the model's attention call; return [B, C, H, Dv]."""
         if (keywords.get("dropout") or 0.0) > 0:
             raise UnsupportedError(
                 "model: attention dropout was switched on during a step; set it before the step"
@@ -97,13 +97,13 @@ class ChunkAttention:
         return _Attend.apply(q, k, v, keywords.get("s_aux"), self, self.call(scale))
 
     def is_dense(self) -> bool:
-        """Return whether this rank has all keys and queries may see all of them."""
+        """Return whether this rank has all keys, and attention is not sparse."""
         return self.spread is None and self.far is None
 
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange q, k and v for this rank's heads, and write K, V to their buffer."""
+        """Exchange q, k, v of this rank's tokens for those of its heads, and write K, V."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
                 self.write(*exchange.to_heads(k, v))
@@ -118,13 +118,12 @@ class ChunkAttention:
         return q.contiguous() if self.graph else q, k, v
 
     def kv_at_hand(self) -> tuple[Tensor, Tensor] | None:
-        """Return K, V of this rank's heads if an earlier pass wrote them to a buffer."""
+        """Return K, V of this rank's heads if an earlier pass left them in a device buffer."""
         if self.at_hand is None:
             return None
         return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Write the chunk's K, V to the cell's buffer, if it has one."""
         if self.write_kv is None:
             return
         self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
@@ -135,7 +134,7 @@ class ChunkAttention:
     def attend(
         self, call: AttentionCall, of_keys: OfKeys, prefix: KVPrefix | KVHeads, sinks: Tensor | None
     ) -> Attended:
-        """Compute O and LSE of the heads in these tensors."""
+        """Return the attention's output and LSE for q, k, v of all or some of this rank's heads."""
         if isinstance(self.spread, Ring):
             return self.spread.attend(call, *of_keys, self.key_values, sinks)
         if self.spread is not None:
@@ -145,7 +144,7 @@ class ChunkAttention:
         return attend(call, *of_keys, prefix, sinks)
 
     def keep(self, out: Tensor, lse: Tensor) -> Attended:
-        """Copy O and LSE to the cell's buffer, if it has one, and return the copies."""
+        """Copy O and LSE to the buffer of this cell, if it has one, and return the copies."""
         self.key_values.done()
         if self.attention is None:
             self.held = out, lse
@@ -156,7 +155,7 @@ class ChunkAttention:
         return self.given()
 
     def given(self) -> Attended:
-        """Return O and LSE that an earlier pass wrote to their buffer."""
+        """Return the O and LSE that an earlier pass over the chunk wrote to a buffer."""
         assert self.attention is not None
         self.held = self.attention["out"].transpose(1, 2), self.attention["lse"]
         return self.held
@@ -170,7 +169,7 @@ class ChunkAttention:
         prefix: KVPrefix | KVHeads,
         sinks: Tensor | None,
     ) -> AttentionGradients:
-        """Return dq, dk, dv, dsinks of these heads; add dK, dV of earlier keys to their sums."""
+        """Return dq, dk, dv, dsinks for these q, k, v; add dK, dV of earlier chunks to sums."""
         whole = self.key_values
         if isinstance(self.spread, Ring):
             return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)
@@ -181,20 +180,20 @@ class ChunkAttention:
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
-        """Return the complete dK, dV of the chunk's own keys, adding the sums from later chunks."""
+        """Return the whole dK, dV of the chunk's keys: the given part plus later chunks' sums."""
         assert self.own_dkv is not None
         later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return the exchange in pieces that overlaps with attention; None: one exchange."""
+        """Return the exchange of heads in pieces during attention, or None if in one piece."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a chunk; the backward adds dK, dV of earlier chunks to their buffer."""
+    """Autograd function of a chunk's attention; its backward adds dK, dV of earlier chunks."""
 
     @staticmethod
     def forward(
@@ -291,8 +290,8 @@ def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
 
 @dataclass(slots=True)
 class AttentionContext:
-    """Keys, ranks, kernels and buffers for all attention calls in one run of a program. It caches
-    the blocks of the current chunk."""
+    """Keys, ranks, kernels and buffers for all attention calls in one run of a program. The blocks
+    of keys that the latest chunk's calls read are cached."""
 
     program: Program
     inputs: StepInputs
@@ -312,8 +311,8 @@ class AttentionContext:
     # -- cells -----------------------------------------------------------------------------------
 
     def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
-        """Return the attention of a forward cell, and start fetching its keys. `held` has O and LSE
-        of an earlier pass over this chunk."""
+        """Return the attention function of a forward cell, and start fetching the cell's keys.
+        `held` has O and LSE of an earlier pass over this chunk."""
         cell = ChunkAttention(
             i.mode,
             partial(self.call, i.layer, i.chunk),
@@ -345,7 +344,7 @@ class AttentionContext:
             cell.attention = self._rows(i.attention, i.chunk, i.layer)
 
     def _fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
-        """Start fetching the keys of earlier chunks, if they are on the host."""
+        """Start fetching the keys of earlier chunks, if these are on the host."""
         if cell.key_values.on_host(cell.key_values.keys_in):
             blocks = self.blocks_of(layer, chunk, self._ring_index())
             cell.key_values.begin(streamed_spans(blocks, self._own_row(chunk)))
@@ -360,7 +359,7 @@ class AttentionContext:
     # -- keys and queries of a cell ----------------------------------------------------------------
 
     def call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
-        """Return the parameters of a cell's attention on this rank: blocks, kernel and scale."""
+        """Return the settings of a cell's attention on this rank: blocks, kernel and scale."""
         spec = self.program.model.layers[layer]
         if spec not in self.kernel_of:
             self.kernel_of[spec] = self.kernels.of(spec, self.program)
@@ -375,13 +374,12 @@ class AttentionContext:
         )
 
     def queries(self, chunk: int) -> Range:
-        """Return the positions of the queries that attend to keys on this rank."""
+        """Return the token range of the chunk's queries that attend to keys on this rank."""
         whole = self.program.chunks[chunk]
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Return the blocks of queries and keys, for keys of the rank at index `ring` of the
-        ring."""
+        """Return the blocks of queries and keys for the keys of rank `ring` in ring attention."""
         program = self.program
         spec = program.model.layers[layer]
         if chunk != self.chunk:
@@ -399,15 +397,15 @@ class AttentionContext:
         return self.blocks[key]
 
     def runs(self, chunk: int) -> Sequence[tuple[Run, ...]] | None:
-        """Return the runs of documents in each row's queries; None if each row is one document."""
+        """Return, per row, ranges of queries of one document; None if each row is one document."""
         rows, (start, stop) = self.inputs.documents, self.queries(chunk)
         if rows is None or start == stop:
             return None
         return [document_runs(row, start, stop) for row in rows]
 
     def documents(self, chunk: int) -> Tensor | None:
-        """Return the first token of each query's document, [B, C] int64, on the inputs' device;
-        None if each row is one document."""
+        """Return the index of the first token of each query's document, [B, C] int64, on the
+        inputs' device; None if each row is one document."""
         start, stop = self.queries(chunk)
         if self.inputs.documents is None or start == stop:
             return None
@@ -421,16 +419,15 @@ class AttentionContext:
     # -- among ranks -----------------------------------------------------------------------------
 
     def is_padding(self, chunk: int) -> bool:
-        """Return whether this rank and its tensor peers have no token of the chunk. Modules cannot
-        run on zero tokens, so the rank runs a padding token: attention and buffers leave the token
-        out, and its gradient is zero."""
+        """Return whether this rank and its tensor-parallel peers have no token of the chunk.
+        Modules cannot run on zero tokens, so they run on one padding token, which attention and
+        buffers leave out; its gradient is zero."""
         if not self.shares:
             return False
         start, stop = self.program.share.rank.tokens(self.program.chunks[chunk], "tensor")
         return start == stop
 
     def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
-        """Set the cell's exchanges with ranks that share its tokens, heads or keys."""
         program, rank = self.program, self.program.share.rank
         cell.exchange = self._exchange(rank, i.chunk)
         cell.spread = self._spread(rank, i.layer, i.chunk)
@@ -439,8 +436,7 @@ class AttentionContext:
             cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
-        """Return the exchange of a chunk between ranks: this rank's tokens of all heads for all
-        tokens of this rank's heads."""
+        """Return the exchange of this rank's tokens (all heads) for its heads (all tokens)."""
         assert self.ranks is not None
         ulysses = None
         if rank.layout.ulysses > 1:
@@ -449,8 +445,7 @@ class AttentionContext:
         return HeadExchange(ulysses, rank.layout.tensor * self.is_padding(chunk))
 
     def _spread(self, rank: Rank, layer: int, chunk: int) -> KVShards | Ring | None:
-        """Return the attention over several ranks' keys; None if this rank has all of its
-        heads'."""
+        """Return attention to keys that are spread over ranks; None if this rank has all keys."""
         assert self.ranks is not None
         ring = None
         if rank.layout.ring > 1:
@@ -472,6 +467,6 @@ class AttentionContext:
         return Held(self._share(ring).keys.ranges)
 
     def _share(self, ring: int) -> Share:
-        """Return the tokens and keys of the rank at index `ring` of the ring."""
+        """Return the tokens and keys of the rank with index `ring` in ring attention."""
         rank = self.program.share.rank
         return share_of(self.program.chunks, Rank(rank.layout, rank.peers("ring")[ring]))

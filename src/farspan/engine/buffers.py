@@ -1,9 +1,9 @@
 """Tensor views of a program's buffers in the arenas, and streaming of earlier K, V to a cell.
 
-A buffer holds its tensors token first, [T, B, ...]: the rows of a chunk, or of any range of keys,
-are one contiguous piece for every batch size, and a copy across the link is one copy. Attention
-reads K, V as a permuted view, [B, H, T, D]. x and O, LSE are only read by whole chunks, so within a
-chunk's piece they have the model's layout: x [B, C, hidden], O [B, C, H, Dv], LSE [B, H, C].
+A buffer holds its tensors token first, [T tokens, B rows of the batch, ...]: a chunk, or any range
+of keys, is one contiguous piece for every batch size, and one copy moves it. Attention reads K, V
+as a permuted view, [B, H, T, D]. x and O, LSE are only read by whole chunks, so within a chunk's
+piece they have the model's layout: x [B, C, hidden], O [B, C, H, Dv], LSE [B, H, C].
 
 K, V of earlier chunks, and the sums of their gradients, are on the device, where a range of keys is
 a view, or on the host, from which blocks are streamed through two staging buffers (FPDT 4.2). Both
@@ -52,7 +52,7 @@ class ProgramBuffers:
         self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
 
     def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
-        """Return a layer's tensors in a buffer, each with its bytes per row and its dtype."""
+        """Return a layer's tensors in a buffer: each one's place, bytes per token and dtype."""
         if (name, layer) not in self._regions:
             buffer, program = self.program.buffers[name], self.program
             spec, held = program.model.layers[layer], buffer.stop - buffer.start
@@ -75,8 +75,9 @@ class ProgramBuffers:
         at_start: bool = False,
         mapped: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the tensors in these rows of buffer `name`, each [T, B, ...]. A slot holds only
-        the latest chunk, from its first row on: pass `at_start`. For `mapped` see `Arena.view`."""
+        """Return views of tokens [start, stop) of the tensors in buffer `name`, each [T, B, ...].
+        Pass `at_start` for a buffer that holds one chunk of any layer: its tokens begin at the
+        first row. For `mapped` see `Arena.view`."""
         buffer = self.program.buffers[name]
         arena = self.arenas[buffer.tier]
         start = 0 if at_start else span[0] - buffer.start
@@ -91,8 +92,8 @@ class ProgramBuffers:
         return views
 
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
-        """Return the tensors of one chunk in a buffer or slot: K, V [C, B, Hk, D], x [B, C,
-        hidden], O [B, C, H, Dv], LSE [B, H, C]."""
+        """Return a chunk's K, V [C, B, Hk, D], x [B, C, hidden] or O [B, C, H, Dv], LSE [B, H, C],
+        as the buffer's kind has them."""
         buffer = self.program.buffers[name]
         span = self._rows_of[buffer.kind][chunk]
         rows = self.rows(name, span, layer, at_start=is_slot(buffer))
@@ -101,13 +102,13 @@ class ProgramBuffers:
         return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
 
     def cell(self, name: str, chunk: int) -> Tensor:
-        """Return the bytes of one chunk's cell in a buffer of raw cells."""
+        """Return the bytes of one chunk in a buffer of saved activations, uint8."""
         buffer = self.program.buffers[name]
         start, stop = cell_place(self.program, buffer, chunk)
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a buffer whose cells (one per chunk) share a shape as one [cells, *shape]."""
+        """View a buffer whose chunks have equally shaped data as one tensor [chunks, *shape]."""
         buffer = self.program.buffers[name]
         assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)
@@ -116,7 +117,7 @@ class ProgramBuffers:
         return whole[:, : buffer.cell_bytes // dtype.itemsize].unflatten(1, shape)
 
     def copy_chunk(self, source: str, target: str, chunk: int) -> None:
-        """Copy a chunk between two buffers of different tiers."""
+        """Copy a chunk from a buffer on the device to one on the host, or back."""
         ends = [self.program.buffers[name] for name in (source, target)]
         move = self.copies.fetch if ends[0].tier is Tier.HOST else self.copies.evict
         if ends[0].kind in self._in_cells:
@@ -145,7 +146,7 @@ def _chunk_view(part: str, rows: Tensor) -> Tensor:
 
 
 def is_slot(buffer: Buffer) -> bool:
-    """Return whether the buffer is a slot, which serves any layer and chunk."""
+    """Return whether the buffer is a slot, which any layer and chunk may use in turn."""
     return buffer.layer < 0
 
 
@@ -154,7 +155,7 @@ Span = tuple[int, int]
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """A staging slot, with the events of the block that is in it."""
+    """A device buffer for one streamed block of keys, with events of its latest fetch and use."""
 
     name: str
     arrived: Any = None  # event of its fetch
@@ -162,7 +163,7 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """Staging slots for blocks streamed from the host; the cells of a step use them in turn."""
+    """Device buffers for blocks streamed from the host; the cells of a step use them in turn."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self.copies = copies
@@ -171,7 +172,8 @@ class StagingBuffers:
         }
 
     def take(self, ring: tuple[str, ...], hazard: Hazard) -> StagingBuffer:
-        """Return the next slot of a ring; later fetches wait until its last use has ended."""
+        """Return the staging buffer used longest ago, for K, V or for dK, dV as `ring` names; later
+        fetches wait until its last use has ended."""
         slots = self._rings[ring]
         slots.rotate(-1)
         slot = slots[-1]
@@ -181,7 +183,7 @@ class StagingBuffers:
 
 @dataclass(slots=True)
 class _PendingBlock:
-    """A block of keys that is being fetched, or is in use."""
+    """A block of keys that is being fetched, or that attention reads."""
 
     span: Span
     keys: StagingBuffer
@@ -190,7 +192,7 @@ class _PendingBlock:
 
 @dataclass(slots=True)
 class KVPrefix:
-    """K, V of all chunks before a cell's own, on the device or streamed from the host. Implements
+    """K, V of all chunks before a cell's chunk, on the device or streamed from the host. Implements
     `attention.chunk.KeyValues`."""
 
     storage: ProgramBuffers
@@ -205,7 +207,7 @@ class KVPrefix:
     here: _PendingBlock | None = None  # block in use
 
     def begin(self, spans: Iterable[Span]) -> None:
-        """Start fetching the first blocks; `spans` are their rows in the order of reading."""
+        """Start fetching the first of `spans` (token ranges, in reading order) if on the host."""
         if self.on_host(self.keys_in):
             self.spans = iter(spans)
             for _ in names.KV_BLOCKS:
@@ -217,7 +219,7 @@ class KVPrefix:
         return rows["k"].permute(1, 2, 0, 3), rows["v"].permute(1, 2, 0, 3)
 
     def tensors(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the layer's tensors of tokens [start, stop), each [T, B, ...], by name."""
+        """Return the layer's tensors of tokens [start, stop) by name, each [T, B, ...]."""
         if self.on_host(self.keys_in):
             self.done()
             self.here = self.coming.popleft()
@@ -227,11 +229,12 @@ class KVPrefix:
         return self.storage.rows(self.keys_in, (start, stop), self.layer)
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add dK [b, Hk, T, D] and dV of tokens [start, stop) in batch `rows` to their sums."""
+        """Add dK [b, Hk, T, D], dV of tokens [start, stop) and b batch rows (`rows`) to the
+        sums."""
         self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
 
     def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
-        """Add gradients of tokens [start, stop), each [T, B, ...] by name, to their sums."""
+        """Add each gradient [T, B, ...] of tokens [start, stop) to the sum of the same name."""
 
         def add_all(total: dict[str, Tensor]) -> None:
             for name, gradient in gradients.items():
@@ -255,19 +258,19 @@ class KVPrefix:
         slot.done = copies.record(Lane.EVICT)
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """Return views of K [T, B, Hk, D] and V [T, B, Hk, Dv] of all earlier rows."""
+        """Return views of K [T, B, Hk, D] and V [T, B, Hk, Dv] of all T earlier tokens."""
         rows = self.storage.rows(self.keys_in, (0, self.before), self.layer)
         return rows["k"], rows["v"]
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
-        """Add dK, dV of all earlier rows to their sums; for the shapes see `prefix_rows`."""
+        """Add dK [T, B, Hk, D] and dV [T, B, Hk, Dv] of all T earlier tokens to the sums."""
         assert self.gradients_in is not None
         home = self.storage.rows(self.gradients_in, (0, self.before), self.layer)
         home["k"].add_(dk)
         home["v"].add_(dv)
 
     def done(self) -> None:
-        """Release the block in use, and start fetching another."""
+        """Release the block that attention has read, and start fetching another."""
         if self.here is not None:
             self.here.keys.done = self.storage.copies.record(Lane.COMPUTE)
             self.here = None
@@ -298,7 +301,7 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """Return all rows of one of the layer's buffers, readable by the device without a copy."""
+        """Return all tokens of one of the layer's buffers; a device reads host memory in place."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)
@@ -309,7 +312,7 @@ class KVPrefix:
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """Some K, V heads of the earlier chunks, on the device."""
+    """K, V of earlier chunks for a range of heads, on the device."""
 
     prefix: KVPrefix
     heads: slice
@@ -333,7 +336,7 @@ def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor, fused: b
 
 
 def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:
-    """Return the ranges of earlier keys in the order in which attention reads them. Blocks with
-    overlapping keys form one range."""
+    """Return the ranges of earlier keys to fetch, in the order in which attention reads them.
+    Blocks with overlapping keys share one range."""
     visits = overlapping(block for block in blocks if block.k_start < q_start)
     return [(visit[0].k_start, max(block.k_stop for block in visit)) for visit in visits]

@@ -1,4 +1,4 @@
-"""Measure this machine for `farspan plan` and `farspan train`.
+"""Measure this machine's speeds for `farspan plan` and `farspan train`.
 
 Every rate is measured on the code that the engine runs: torch's products in the orders a linear
 layer needs, attention through `select_kernel`, elementwise work that allocates its results, copies
@@ -76,7 +76,7 @@ KERNEL_MODEL = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
 
 @dataclass(frozen=True, slots=True)
 class FastestKernel:
-    """Fastest attention kernel on one device in one dtype."""
+    """Fastest attention kernel on one device in one dtype, and the slowdown of determinism."""
 
     kernel: AttentionKernel | None = None  # None: no kernels to choose from
     deterministic: float = 1.0  # time of the fastest deterministic kernel over that of `kernel`
@@ -85,8 +85,8 @@ class FastestKernel:
 def fastest_attention(
     bench: Bench, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> FastestKernel:
-    """Return the kernel that runs a forward and a backward fastest, over a rectangle and a square
-    of each length in KERNEL_TOKENS. Kernels that are missing or fail are skipped."""
+    """Return the kernel with the least time for forward and backward, over causal and full
+    attention at each length in KERNEL_TOKENS. Kernels that are missing or fail are skipped."""
     if bench.on_cpu or dtype not in (torch.bfloat16, torch.float16):
         return FastestKernel()
     seconds: dict[AttentionKernel, float] = {}
@@ -125,7 +125,7 @@ def _kernel_seconds(bench: Bench, dtype: torch.dtype) -> float:
 def measuring_kernel(
     bench: Bench, dtype: torch.dtype, kernel: AttentionKernel | None
 ) -> Iterator[None]:
-    """Run the body with this kernel in the bench's attention calls."""
+    """Run the body with this kernel for the attention calls that the bench times."""
     bench.kernel = kernel or AttentionKernel.AUTO
     try:
         with AttentionKernels(bench.device, dtype, bench.kernel).ready():
@@ -155,7 +155,8 @@ def calibrate(
     *,
     quick: bool = False,
 ) -> MachineFile:
-    """Measure one device and main memory: at most about a minute, or a few seconds if `quick`.
+    """Measure the rates of one device and of main memory, which takes up to about a minute, or a
+    few seconds if `quick`.
 
     Without `dtypes` it measures bfloat16 and float32, and float64 on a CPU unless `quick`.
     `progress` receives a message before each measurement.
@@ -195,7 +196,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class Calibration:
-    """Measurement of a machine in passes, which repeat only numbers that still vary."""
+    """Measurement of a machine in passes; a pass repeats the numbers that still vary."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
@@ -263,12 +264,12 @@ def here(
     device: torch.device | None = None,
     dtypes: Sequence[torch.dtype] = DTYPES[:2],
 ) -> MachineSpec:
-    """Return the rates of this machine with a device, by default its GPU if it has one.
+    """Return this machine's specification with measured rates, for a device (by default the GPU).
 
-    They come from the file that `farspan calibrate` wrote; else they are measured quickly, once, in
-    these dtypes, and kept next to that file. Measurements with other hardware, CPU threads or
-    another version of torch are ignored. `progress` is told when a measurement starts and
-    which file will keep it.
+    Rates come from the file that `farspan calibrate` wrote; else they are measured quickly, once,
+    in these dtypes, and saved next to that file. Measurements with other hardware, CPU threads or
+    another version of torch are ignored. `progress` receives a message when a measurement starts,
+    with the file that will have it.
 
     Raises:
         UnsupportedError: The file does not say which hardware it describes, and it is of another
@@ -284,7 +285,7 @@ def here(
 
 
 def _basis(record: dict[str, Any], device: torch.device) -> str | None:
-    """Return the hardware and versions that a measurement belongs to, or None if not recorded."""
+    """Return text that identifies a measurement's hardware and versions; None if not recorded."""
     if not record:
         return None
     on_cpu = device.type == "cpu"
@@ -293,14 +294,14 @@ def _basis(record: dict[str, Any], device: torch.device) -> str | None:
     return f"{device.type} {[record.get(name) for name in names]} {torch_version}"
 
 
-def _of_this_kind(found: MachineSpec, path: Path, device: torch.device) -> MachineSpec:
-    if found.unified != (device.type == "cpu"):
+def _of_this_kind(spec: MachineSpec, path: Path, device: torch.device) -> MachineSpec:
+    if spec.unified != (device.type == "cpu"):
         has = "a GPU" if device.type == "cuda" else "no GPU"
         raise UnsupportedError(
-            f"machine: {path} describes {found.name}, but this machine has {has}; "
+            f"machine: {path} describes {spec.name}, but this machine has {has}; "
             "run farspan calibrate"
         )
-    return found
+    return spec
 
 
 def _kept(
@@ -310,7 +311,7 @@ def _kept(
     now: dict[str, Any],
     progress: Progress,
 ) -> MachineSpec:
-    """Return the saved measurements of this machine, after measuring missing dtypes."""
+    """Return this machine's saved quick measurements, after measuring dtypes that are missing."""
     # Several machines may share a home.
     key = hashlib.sha256(str(_basis(now, device)).encode()).hexdigest()[:12]
     path, before = folder / f"measured-{key}.json", None
@@ -374,15 +375,15 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
 def _softmax(
     bench: Bench, path: str, dtype: torch.dtype, curves: dict[str, Curve], *, backward: bool
 ) -> float:
-    """Seconds of softmax, the difference of two calls, at most the seconds of a whole call."""
+    """Seconds of softmax per query, key and head, at most the time of the whole attention call."""
     way = "backward" if backward else "forward"
-    found = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
-    return min(found, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
+    seconds = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
+    return min(seconds, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
 
 
 def _peak(bench: Bench, dtype: torch.dtype, curves: Iterable[Curve]) -> float:
-    """Return the peak FLOP per second, for MFU: that of the GPU's preset, or of the fastest
-    measured call if that is faster or no preset matches."""
+    """Return the peak FLOP per second, for MFU: the GPU preset's, or the fastest measured rate if
+    that is higher or no preset matches."""
     preset = None if bench.on_cpu else preset_of_gpu(torch.cuda.get_device_name(bench.device))
     known = machine(preset).rates if preset is not None else {}
     datasheet = known[_name(dtype)].peak if _name(dtype) in known else 0.0
@@ -394,9 +395,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cell_seconds(bench: Bench) -> float:
-    """Return the seconds that the CPU takes to launch a cell, from steps of a tiny model. A GPU
-    runs it in bfloat16, in chunks that the vendors' attention kernels accept, since kernel launches
-    are counted. A CPU issues with the cores that compute, so its chunks have a few tokens."""
+    """Return the seconds that the CPU takes to launch a cell's operations, from steps of a tiny
+    model. On a GPU it has chunks that vendors' attention kernels accept. On a CPU, which also
+    computes, chunks have a few tokens."""
     dtype, chunk = torch.bfloat16, bench.effort.chunk
     if bench.on_cpu:
         dtype, chunk = torch.float32, 16

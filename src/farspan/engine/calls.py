@@ -1,4 +1,4 @@
-"""Check a call of a step and make it ready: the model, the program, inputs and a divisor."""
+"""Check the arguments of a step's call, and prepare its model, program, inputs and divisor."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ Ready = tuple[PreparedModel, PreparedProgram, StepInputs, int]
 
 @dataclass
 class Calls:
-    """Calls of one step object: their shared state, and how each call is prepared."""
+    """State that the calls of one step object share, and functions that prepare a call."""
 
     models: Preparations
     runner: Runner
@@ -45,19 +45,19 @@ class Calls:
 
     @property
     def plan(self) -> Plan | None:
-        """Plan of the present schedule, or None if the user gave the schedule."""
+        """Plan whose schedule the step uses now, or None if the user gave the schedule."""
         return next((p for p in self.plans if p.schedule is self.models.schedule), None)
 
     def agreement(self, call: str) -> AbstractContextManager[Agreement]:
-        """Return a context that checks that all ranks make the same call."""
+        """Return a context that raises an error on all ranks if their calls differ."""
         sharded = self.models.sharded
         return agreement(None if sharded is None else sharded.ranks, call)
 
     def ready(
         self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
     ) -> Ready:
-        """Check the arguments of a call, and prepare its program and inputs. Raises
-        UnsupportedError."""
+        """Check a call's arguments; prepare the model, program, inputs and the loss's divisor.
+        Raises UnsupportedError."""
         with self.agreement(call) as same:
             if trains:
                 refuse_without_gradients()
@@ -70,7 +70,7 @@ class Calls:
         return self.models.now, prepared, self.drawing(inputs) if trains else inputs, count
 
     def accept(self, *, trains: bool) -> PreparedModel:
-        """Return the model, prepared again if it has changed. Raises UnsupportedError."""
+        """Return the prepared model, prepared again if it has changed. Raises UnsupportedError."""
         was = self.models.now
         try:
             return self.models.accept(trains=trains)
@@ -80,8 +80,8 @@ class Calls:
                 self.runner.follow(self.models.now)
 
     def compare(self, same: Agreement, trained_tokens: int | None = None, *, draws: bool) -> None:
-        """Have ranks compare everything that decides how this call of the model runs, except its
-        input tensors: add it to `same`, or refuse bad values with UnsupportedError."""
+        """Have ranks compare all that decides how this call runs, except its input tensors. Raises
+        UnsupportedError if `trained_tokens` is below 1."""
         if trained_tokens is not None and trained_tokens < 1:
             raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
         model = self.models.now
@@ -106,8 +106,8 @@ class Calls:
         evaluation: bool = False,
         is_cut: bool = False,
     ) -> PreparedProgram:
-        """Return the program of a call of this shape; with "auto" the planner chooses its schedule.
-        RoPE is scaled for the longest sequence of all replicas, which form one batch."""
+        """Return the program for a batch of this shape; with "auto" the planner first chooses a
+        schedule. Scale RoPE for the longest sequence of all replicas, since they form one batch."""
         if self.planner is not None:
             run = RunSpec(batch, tokens)
             self._choose(self.planner, run, _VALUES if is_cut else Objective())
@@ -117,12 +117,10 @@ class Calls:
         return self.runner.program(model, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
     def release(self) -> None:
-        """Free the arenas' memory; the next step allocates it again."""
         self.runner.release(self.models.now)
 
     def _choose(self, planner: Planner, run: RunSpec, loss: Objective) -> None:
-        """Prepare the model for a planned schedule that covers this batch: an earlier plan for at
-        least as large a batch, or a new one."""
+        """Use a schedule planned for a batch at least as large as this one, or plan a new one."""
         now, sharded = self.models.now, self.models.sharded
         if sharded is not None and sharded.ranks.layout.data > 1:  # replicas' batches may differ
             rows = sharded.ranks.figures([run.batch, run.tokens])
@@ -150,7 +148,8 @@ class Calls:
             self.models.follow(found.schedule)
 
     def drawing(self, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with draws for dropout, equal on all ranks of a sequence."""
+        """Return the inputs with the random numbers of dropout and NEFTune noise, if the call uses
+        any. They are equal on all ranks of a sequence."""
         model, (batch, tokens), row = self.models.now, inputs.input_ids.shape, 0
         if model.sharded is not None:
             row = batch * model.sharded.ranks.rank.along["data"]
@@ -179,7 +178,8 @@ class Calls:
 
 
 def written(schedule: Schedule | str, selector: object) -> tuple[Schedule | None, Planner | None]:
-    """Return the schedule that the user gave, or the planner for "auto"; the other is None."""
+    """Return (schedule, None) if the user gave a schedule, or (None, planner) for "auto". Raises
+    UnsupportedError for anything else, or if `selector` does not fit the schedule."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:
             raise UnsupportedError(
@@ -220,7 +220,8 @@ def inputs_of(
     *,
     several: bool = False,
 ) -> StepInputs:
-    """Return the checked inputs, compared between ranks. Raises UnsupportedError."""
+    """Check input tensors, have ranks compare them, and return a step's inputs. Raises
+    UnsupportedError for values that do not fit the model."""
     if torch.is_autocast_enabled(model.stages.device.type):
         raise UnsupportedError(
             "autocast: the program is planned for one dtype; call the step outside autocast, "
@@ -247,8 +248,7 @@ def inputs_of(
 def _count(
     same: Agreement, model: PreparedModel, inputs: StepInputs, trained_tokens: int | None
 ) -> int:
-    """Return the divisor of the sum of losses: at least 1, so that a batch without trained tokens
-    has loss 0."""
+    """Return the divisor of the summed loss: at least 1, as a batch may have no trained tokens."""
     if trained_tokens is not None:
         return trained_tokens
     if inputs.weights is not None:

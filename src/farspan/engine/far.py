@@ -1,5 +1,5 @@
-"""Attention of a step that does not see every key (`farspan.attention.far`), by the package that
-implements it: what the engine asks of `farspan.sparse`, which stands above it."""
+"""Sparse attention as the engine sees it: the functions that the package farspan.sparse, which is
+above the engine and implements `farspan.attention.far`, provides."""
 
 from typing import Any, Protocol
 
@@ -16,22 +16,22 @@ PART = "far attention"  # of the package
 
 
 class FarStep(Protocol):
-    """Sparse attention of a step, whose programs run one after another."""
+    """Sparse attention of a step object, made from its schedule."""
 
     @property
     def select(self) -> object:
-        """The selector of pages, equal on all ranks."""
+        """The function that chooses pages, equal on all ranks."""
 
     def run(self, context: AttentionContext, *, watches: bool) -> FarRun[KVPrefix]:
-        """Return the sparse attention for one run of a program. With `watches` it measures the
-        attention mass that one cell's queries see."""
+        """Return the sparse attention for one run of a program. With `watches`, it measures the
+        share of attention weight that falls on the chosen pages, in one cell."""
 
     def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Return the device bytes that stay allocated between runs, and allocate them now."""
+        """Allocate the device memory that stays between runs, and return its bytes."""
 
 
 def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | None:
-    """Return the schedule's sparse attention, or None if it is dense. Raises UnsupportedError."""
+    """Return the schedule's sparse attention, or None if dense. Raises UnsupportedError."""
     if schedule.sparse is None:
         return None
     found: FarStep = given(PART, "SparseStep").of(schedule, selector)
@@ -39,7 +39,7 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
 
 
 def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch.dtype) -> Function:
-    """Return the function that a step in `dtype` computes, for a comparison with plain autograd."""
+    """Return the attention function of a step in `dtype`, for plain autograd to compute as well."""
     if schedule.sparse is None:
         return Function(schedule, dtype)
     found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)
@@ -47,6 +47,6 @@ def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch
 
 
 def far_curves(bench: Any, path: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Return measured rates of sparse attention (`farspan.sparse.measure`)."""
+    """Return measured rates of sparse attention by size (`farspan.sparse.measure`)."""
     found: dict[str, Curve] = given(PART, "page_curves")(bench, path, dtype)
     return found

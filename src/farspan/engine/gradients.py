@@ -1,4 +1,4 @@
-"""Compute gradients of a cell: its autograd graph, and the sums of weight gradients.
+"""Compute a cell's gradients from its autograd graph, and sum weight gradients over chunks.
 
 Weight gradients are accumulated over chunks in fp32 and rounded into `.grad` once. Adding those of
 1,024 chunks in bf16 costs 4 to 15% relative error; in fp32 the error is below bf16's resolution
@@ -32,7 +32,7 @@ Reduce = Callable[[int, dict[nn.Parameter, Tensor]], None]
 
 @contextmanager
 def own_gradients(model: nn.Module) -> Iterator[None]:
-    """Run the body with every `.grad` unset, and restore the earlier gradients afterwards."""
+    """Run the body with every `.grad` None, and restore the earlier gradients afterwards."""
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)
     try:
@@ -43,8 +43,8 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
-    """Compute total += dout.T @ x in one matrix product. The operands have the dtype of `total` or
-    a narrower one. With `fresh` the old value of `total` is not read."""
+    """Add dout.T @ x to `total` in one matrix product. The operands have the dtype of `total` or a
+    narrower one. With `fresh` the product replaces the content of `total`."""
     beta = 0 if fresh else 1
     if total.dtype == x.dtype:
         torch.addmm(total, dout.t(), x, beta=beta, out=total)
@@ -54,10 +54,10 @@ def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
 
 @contextmanager
 def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Run the body with gradients in their parameter's dtype, whatever `grad_dtype` is, and without
-    hooks of parameters. Hooks must see a call's whole gradient, of all chunks. Gradients are
-    widened as they are added: a cast before would take 18 bytes per element instead of 10, and hold
-    a layer's gradients in fp32 next to the sums."""
+    """Run the body so that autograd gives each parameter's gradient in the parameter's dtype,
+    without hooks and `grad_dtype`. Hooks have to see a call's whole gradient, of all chunks.
+    Gradients are widened as they are added: a cast before would take 18 bytes per element instead
+    of 10, and hold a layer's gradients in fp32 next to the sums."""
     parameters = list(parameters)
     wide = [p for p in parameters if p.dtype != p.grad_dtype == accumulate_dtype(p.dtype)]
     hooked = [p for p in parameters if p._backward_hooks]
@@ -67,7 +67,7 @@ def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def is_hooked(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter has hooks that see its gradient before it is accumulated."""
+    """Return whether the parameter has hooks that autograd calls with its gradient."""
     return parameter.requires_grad and bool(parameter._backward_hooks)
 
 
@@ -92,11 +92,11 @@ def call_accumulated(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class GradientAccumulator:
-    """Sums of weight gradients over chunks, which end in `.grad` as after `loss.backward()`. A
-    parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
-    `.grad` itself; any other gets an fp32 sum that lives until its group is closed. If several
-    ranks have a part of each gradient, all parameters get a sum, and `reduce` adds it over ranks.
-    Gradients of `hooked` parameters are accumulated at the end of the call."""
+    """Sums of weight gradients over chunks, which are added to `.grad` as by `loss.backward()`. A
+    parameter whose gradient dtype (`grad_dtype`, or the parameter's) is fp32 or wider has its sum
+    in `.grad` itself; any other has an fp32 sum until its group of layers is finished. If gradients
+    are summed over ranks, all parameters have a sum, which `reduce` adds over ranks. Parameters
+    with hooks (`hooked`) get their gradient at the end of the call."""
 
     def __init__(self, reduce: Reduce | None = None, hooked: Iterable[nn.Parameter] = ()) -> None:
         self.received: dict[nn.Parameter, None] = {}  # parameters with a gradient, in order
@@ -106,11 +106,11 @@ class GradientAccumulator:
         self._reduce = reduce
 
     def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
-        """Use `total` as the sum of a parameter's gradients; `fresh` ignores its present value."""
+        """Use `total` as the sum of a parameter's gradients; `fresh` ignores its content."""
         (self._places if fresh else self._open)[parameter] = total
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
-        """Remove and return the sum of a parameter's gradients, or None without one."""
+        """Remove and return the sum of a parameter's gradients, or None if there is no sum yet."""
         self._places.pop(parameter, None)
         return self._open.pop(parameter, None)
 
@@ -128,8 +128,8 @@ class GradientAccumulator:
             total.add_(gradient)
 
     def add_product(self, parameter: nn.Parameter, dout: Tensor, x: Tensor) -> None:
-        """Add dout.T @ x, the gradient of a linear module's weight [out, in]. `dout` [rows, out]
-        and `x` [rows, in] have the weight's dtype."""
+        """Add dout.T @ x, the gradient of a linear module's weight [out, in], to its sum. `dout`
+        [rows, out] and `x` [rows, in] have the weight's dtype."""
         total, fresh = self._sum(parameter)
         add_product(total, dout, x, fresh=fresh)
 
@@ -164,14 +164,14 @@ class GradientAccumulator:
             parameter.grad = total.to(parameter.grad_dtype or total.dtype)
 
     def finish(self) -> None:
-        """Add the sums to parameters with hooks, once each, so that hooks see a whole gradient."""
+        """Give each parameter with hooks its whole gradient, so that each hook is called once."""
         for parameter in self._hooked:
             total = self._open.pop(parameter, None)
             if total is not None:
                 accumulate(parameter, total.to(parameter.grad_dtype or total.dtype))
 
     def reduce(self, unit: int) -> None:
-        """Add the sums of a unit's gradients over ranks to `.grad`."""
+        """Add gradients of a unit (a layer, or all modules outside) over ranks to `.grad`."""
         assert self._reduce is not None
         self._reduce(unit, self._open)
 
@@ -180,8 +180,8 @@ RunChunk = Callable[[Tensor], Tensor]  # a layer on its chunk
 
 
 class GraphEntry(torch.autograd.Function):
-    """Identity at the start of a cell's graph, whose backward appends the input's gradient to
-    `sink`. The graph holds no tensor for the input, so the input may leave the device."""
+    """Autograd identity at the start of a cell's graph; its backward appends the gradient of the
+    input to `sink`. The graph keeps no reference to the input, which may leave the device."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, sink: list[Tensor]) -> Tensor:
@@ -197,21 +197,21 @@ class GraphEntry(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """Handle of a tensor that enters a cell's graph; receives the tensor's gradient."""
+    """Reference to a tensor that enters a cell's graph, and where its gradient arrives."""
 
     anchor: Tensor
     sink: list[Tensor]  # empty before the backward, and after it if nothing depends on the tensor
 
 
 def enter(tensor: Tensor) -> tuple[Tensor, GraphInput]:
-    """Return the tensor as an input of a new graph, and its handle. Autograd must be on."""
+    """Return a tensor as the input of a new graph, and its `GraphInput`. Autograd must be on."""
     graph_input = GraphInput(tensor.new_zeros(0, requires_grad=True), [])
     return GraphEntry.apply(graph_input.anchor, tensor, graph_input.sink), graph_input
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Autograd graph of a cell, until its backward."""
+    """Autograd graph of a cell, from its forward to its backward."""
 
     out: GradientEdge
     graph_input: GraphInput  # of the layer's input
@@ -221,7 +221,7 @@ class Graph:
 def build_graph(
     run: RunChunk, hidden: Tensor, saved: SavedActivations | None = None
 ) -> tuple[Graph, Tensor]:
-    """Run a layer and return its graph and output; autograd saves tensors to `saved`, if given."""
+    """Run a layer and return its graph and output; `saved` (or None) takes what autograd saves."""
     with torch.enable_grad():
         entered, graph_input = enter(hidden)
         with nullcontext() if saved is None else saved.hooks():
@@ -232,26 +232,26 @@ def build_graph(
 def differentiate(
     graph: Graph,
     parameters: Sequence[Tensor],
-    given: list[Tensor],
+    out_gradients: list[Tensor],
     *,
     left: Sequence[GradientEdge] = (),
     graph_inputs: Iterable[GraphInput] = (),
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Return the gradients of a cell's weights, and the gradient of its input. `given` has the
-    gradients of the output and of the tensors `left` to the next chunk; the list is emptied so that
-    autograd can free them. Gradients of other inputs are in `graph_inputs`."""
-    found = torch.autograd.grad(
+    """Return the gradients of a cell's weights and of its input. `out_gradients` has the gradients
+    of the output and of the tensors `left` to the next chunk; the list is emptied so that autograd
+    can free each. Gradients of other inputs are in `graph_inputs` afterwards."""
+    gradients = torch.autograd.grad(
         [graph.out, *left],
         [
             *parameters,
             graph.graph_input.anchor,
             *(graph_input.anchor for graph_input in graph_inputs),
         ],
-        [given.pop(0) for _ in range(len(given))],
+        [out_gradients.pop(0) for _ in range(len(out_gradients))],
         allow_unused=True,
     )
     (gradient,) = graph.graph_input.sink
-    return found[: len(parameters)], gradient
+    return gradients[: len(parameters)], gradient
 
 
 PROBE_ROWS = 16  # rows and columns of the probed product
@@ -259,9 +259,8 @@ PROBE_ROWS = 16  # rows and columns of the probed product
 
 @cache
 def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device can add a product of this dtype to a wider sum in one kernel. One
-    product is tried: cuBLAS can since PyTorch 2.11. A CPU always returns False: plans count
-    autograd's gradients there."""
+    """Return whether the device can add a product of this dtype to a wider sum in one kernel, by
+    trying: cuBLAS can since PyTorch 2.11. False on CPUs: plans count autograd's gradients there."""
     if device.type != "cuda":
         return False
     x = (
@@ -283,15 +282,15 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class AccumulatingLinears(Linears):
-    """Linear modules of a step that add weight gradients directly to the sums over chunks."""
+    """Forwards for linear modules whose backward adds weight gradients directly to the sums."""
 
     adds: bool = True  # products add to sums; False: autograd returns the gradients
     gradients: GradientAccumulator | None = None  # of the running step
     unread: bool = False  # nothing reads the output of the running layer
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
-        """Return the replacement of a linear module's forward (`hf.fused_layers.Rule`), or None if
-        its class overrides nn.Linear.forward."""
+        """Return a linear module's replacement forward (`hf.fused_layers.Rule`), or None if its
+        class overrides nn.Linear.forward."""
         return self.forward if self.adds and _is_linear(module) else None
 
     def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
@@ -301,8 +300,8 @@ class AccumulatingLinears(Linears):
         return out
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run gate and up on x. In the backward the second product adds its gradient of x to the
-        first's; autograd would read both gradients and write a third."""
+        """Run the linear modules gate and up on x. In the backward, the second product adds to the
+        first's gradient of x; autograd would write two gradients, and add them into a third."""
         both = (gate, up)
         if not all(self.adds and self._may(m, x) and m.bias is None for m in both):
             return gate(x), up(x)
@@ -311,16 +310,15 @@ class AccumulatingLinears(Linears):
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
         """Run the MLP's last linear module, or skip its product if no instruction reads the layer's
-        output. The output is only added to the layer's. Without it a 7B layer that runs again for
-        its backward has 29% fewer products; act(gate) * up is computed in the backward of the gate.
-        A reader of the skipped value finds NaN."""
+        output. A 7B layer that runs again for its backward then has 29% fewer products; the
+        backward of the gate computes act(gate) * up. The skipped output is NaN."""
         if not (self.unread and self._may(down, gate)):
             return Linears.last(self, down, gate, up, act)
         return _Unread.apply(gate, up, down.weight, down.bias, act, self)
 
     def _may(self, module: nn.Module, x: Tensor) -> bool:
-        """Return whether the module may be bypassed: it has no hooks, and its forward is that of
-        nn.Linear or our replacement."""
+        """Return whether a module's forward may be replaced: it has no hooks, and its forward is
+        that of nn.Linear or the replacement here."""
         forward = module.__dict__.get("forward")
         ours = forward is None or getattr(forward, "__func__", None) == self.forward
         hooks = (*_HOOKS, "_forward_hooks_always_called")
@@ -344,8 +342,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_trained(module: nn.Module, x: Tensor) -> bool:
-    """Return whether autograd would give the weight a gradient that only the sum reads. A hook of
-    the weight has to see the gradient, and a computed weight is no parameter."""
+    """Return whether the weight is a trained parameter without hooks, in the input's dtype."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or weight._backward_hooks:
         return False
@@ -375,7 +372,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Pair(torch.autograd.Function):
-    """Gate and up of an MLP, two linear modules without bias on one input."""
+    """Autograd function of an MLP's gate and up: two linear modules without bias on one input."""
 
     @staticmethod
     def forward(
@@ -397,7 +394,7 @@ class _Pair(torch.autograd.Function):
 
 
 class _Unread(torch.autograd.Function):
-    """Last linear module of an MLP, without computing the output, which nothing reads."""
+    """Autograd function of an MLP's last linear module that leaves its unread output uncomputed."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Heads that compute values of every token, by pieces, in place of a loss."""
+"""Heads that compute values for every token, some tokens at a time, instead of the loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Head for log-probabilities of target ids and statistics of each token's distribution."""
+    """Head that returns log-probabilities of target ids, then statistics such as the entropy."""
 
     temperature: float = 1.0  # divides the logits
     statistics: tuple[str, ...] = ()  # names in STATISTICS, returned after the log-probabilities
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], followed by the
-        statistics, [n, 1] each. Ignored targets have 0."""
+        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], joined with each
+        statistic, [n, 1]. Ignored targets have 0."""
         wide = logits.to(accumulate_dtype(logits.dtype))
         if self.temperature != 1.0:
             wide = wide / self.temperature
@@ -47,19 +47,17 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class TopIds(LogProbs):
-    """Head that returns the k likeliest of the first `vocab` ids and their log-probabilities."""
+    """Head that returns the k most likely of the ids below `vocab`, and their log-probabilities."""
 
     k: int = 1
     vocab: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UnsupportedError for more ids than the vocabulary has."""
         if not 1 <= self.k <= (self.k if self.vocab is None else self.vocab):
             raise UnsupportedError(f"k: expected 1 to {self.vocab or 'vocab_size'}, got {self.k}")
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
-        """Return k ids, then their log-probabilities, the likeliest first: [n, 2 k] of logits [n,
-        V]."""
+        """Return k ids, then their log-probabilities, the most likely first: [n, 2 k]."""
         normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
         found, ids = normal[:, : self.vocab].topk(self.k, -1)
         return torch.cat((ids.to(found.dtype), found), 1)
@@ -67,7 +65,7 @@ class TopIds(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """Head that returns values of each token, from which the caller computes a loss."""
+    """Head that computes values for each token by a function, for a loss of the caller."""
 
     stages: CausalLMStages
     function: LogProbs | HeadFunction
@@ -78,7 +76,7 @@ class ValueHead:
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return values [B, C, k] of each token, from hidden [B, C, h] and targets [B, C, ...]."""
+        """Return k values per token, [B, C, k], from hidden [B, C, h] and targets [B, C, ...]."""
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
@@ -89,44 +87,44 @@ class ValueHead:
         self,
         hidden: Tensor,
         targets: Tensor,
-        given: Tensor,
+        dvalues: Tensor,
         gradients: GradientAccumulator,
-        own: GradientAccumulator,
+        head_gradients: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden`; `given` is that of all values [B, C, k] or of the first
-        [B, C, 1]. Weight gradients go to `gradients` (the model's) and `own` (the head's)."""
-        if self.plain is not None and given.shape[2] == 1:
-            return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
+        """Return the gradient of `hidden` from the gradient of the values, `dvalues` [B, C, k], or
+        of the first value, [B, C, 1]. Add weight gradients to those of the model or of the head."""
+        if self.plain is not None and dvalues.shape[2] == 1:
+            return self.plain.loss_and_gradient(hidden, targets, -dvalues[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)
         for span in pieces_of(hidden, self.piece, self.stages.vocab):
             piece = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
-                values = self._of(piece, targets[:, span])[..., : given.shape[2]]
+                values = self._of(piece, targets[:, span])[..., : dvalues.shape[2]]
             if not values.requires_grad:
                 continue
             wanted = piece, *self.parameters, *self.own
             dpiece, *dweights = torch.autograd.grad(
-                values, wanted, given[:, span], allow_unused=True
+                values, wanted, dvalues[:, span], allow_unused=True
             )
             if dpiece is not None:
                 gradient[:, span] = dpiece
             count = len(self.parameters)
             gradients.add(self.parameters, dweights[:count])
-            own.add(self.own, dweights[count:])
+            head_gradients.add(self.own, dweights[count:])
         return gradient
 
     def _of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         batch, tokens = targets.shape[:2]
         if isinstance(self.function, LogProbs):
             rows = self.stages.logits(hidden).flatten(0, 1)
-            found = self.function(rows, targets.reshape(batch * tokens, -1))
+            values = self.function(rows, targets.reshape(batch * tokens, -1))
         else:
             rows = self.stages.final(hidden).flatten(0, 1)
-            found = self.function(rows, targets.flatten(0, 1))
-            if not isinstance(found, Tensor) or found.shape[:-1] != rows.shape[:1]:
-                what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            values = self.function(rows, targets.flatten(0, 1))
+            if not isinstance(values, Tensor) or values.shape[:-1] != rows.shape[:1]:
+                what = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise UnsupportedError(
                     f"head: expected values [{len(rows)}, k] of {len(rows)} tokens, got {what}; "
                     "return a tensor with a row for each hidden state"
                 )
-        return found.to(accumulate_dtype(self.stages.dtype)).view(batch, tokens, -1)
+        return values.to(accumulate_dtype(self.stages.dtype)).view(batch, tokens, -1)

@@ -1,7 +1,7 @@
 """Run a program's instructions on a model and a batch.
 
-`Interpreter.run` is a step. Layers run as they are or in shells (`Layers`), and call
-`farspan.engine.attention_op` for their attention.
+`Interpreter.run` runs a step. `Layers` gives the module that runs each cell: the model's layer or a
+shallow copy of that layer. Layers call `farspan.engine.attention_op` for attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,18 +74,18 @@ from farspan.spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Decoder layers of a model, which cells run unchanged."""
+    """Decoder layers of a model; each cell runs the model's own layer."""
 
     stages: CausalLMStages
 
     def of(self, i: Forward) -> nn.Module:
-        """Return the module to run for a cell: the layer, or a shell that shares its weights."""
+        """Return the module that runs a cell: the model's layer, or a copy with its weights."""
         return self.stages.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
 class SparingLayers(Layers):
-    """Layers that skip their last product in cells whose output no instruction reads."""
+    """Layers that skip their last matrix product in cells whose output no instruction reads."""
 
     adding: AccumulatingLinears
     unread: frozenset[Cell]  # cells whose output only autograd needs
@@ -98,7 +98,7 @@ class SparingLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class CutLayers(Layers):
-    """Layers with weights sliced by tensor parallelism; each rank runs on its own tokens."""
+    """Layers with weights sliced by tensor parallelism; each rank passes in its own tokens."""
 
     tensor: TensorParallel
     program: Program
@@ -114,8 +114,8 @@ class CutLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class TiledLayers(Layers):
-    """Layers whose token-wise modules run on tiles, in shells made for one step. Cells with saved
-    graphs run without tiles, since those graphs save everything that autograd needs."""
+    """Layers whose token-wise modules run on tiles of tokens, in shallow copies made for one step.
+    Cells with saved graphs run without tiles: their graphs save all activations anyway."""
 
     children: Sequence[Sequence[Tokenwise]]  # of each layer
     tokens: int
@@ -138,7 +138,7 @@ class TiledLayers(Layers):
 
 
 def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Keep gradients of a custom head in their sums, unsharded; the caller collects them."""
+    """Leave a custom head's gradients, which are not sharded, in their sums for the caller."""
 
 
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.
@@ -164,7 +164,7 @@ class Registers:
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreter:
-    """Interpreter of one program on one batch. Its `registers` hold everything that changes."""
+    """Interpreter of one program on one batch; all state that changes is in `registers`."""
 
     stages: CausalLMStages
     program: Program
@@ -185,7 +185,7 @@ class Interpreter:
 
     @cached_property
     def attention(self) -> AttentionContext:
-        """Context of all attention calls, made on first use."""
+        """Context that all attention calls of the program share, made on first use."""
         slots = StagingBuffers(self.storage.copies)
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         made = self.make_attention(
@@ -197,7 +197,6 @@ class Interpreter:
 
     @cached_property
     def recurrent(self) -> Recurrent:
-        """Context of all cells of recurrent layers, made on first use."""
         slots = self.attention.slots
         return Recurrent(self.stages, self.program, self.storage, slots, self.attention)
 
@@ -210,8 +209,9 @@ class Interpreter:
         return Pipeline(ranks.among("pipeline"))
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
-        """Run the remaining instructions, or those before index `until`; return the mean loss, a
-        float64 scalar. `orders` are the waits between lanes if copies overlap with computation."""
+        """Run the instructions from the next one to the last, or up to index `until`. Return the
+        mean loss, float64. `orders` has the earlier instructions that each instruction waits
+        for."""
         now = self.registers
         if orders is not None and now.order is None:
             now.order = StreamOrder(self.storage.copies, orders)
@@ -301,7 +301,7 @@ class Interpreter:
     # -- stages outside the layers -------------------------------------------------------------
 
     def _span(self, chunk: int) -> slice:
-        """Return the tokens of a chunk that this rank runs: its own, or a padding token."""
+        """Return this rank's range of a chunk's tokens; if it has none, a padding token."""
         start, stop = self.program.share.tokens.ranges[chunk]
         if not self.attention.is_padding(chunk):
             return slice(start, stop)
@@ -309,7 +309,7 @@ class Interpreter:
         return slice(start, start + 1)
 
     def _stand_at(self, chunk: int) -> slice:
-        """Return the rank's tokens of a chunk, after telling dropout that they run next."""
+        """Return this rank's range of a chunk's tokens, and let dropout draw for these tokens."""
         span, inputs = self._span(chunk), self.inputs
         if inputs.place is not None:
             inputs.place.at(TokenRange(span.start, span.stop - span.start))
@@ -399,13 +399,13 @@ class Interpreter:
             self.gradients.close(self.head.parameters)
 
     def _passing(self, chunk: int) -> Tensor:
-        """Allocate a chunk's hidden states [B, C, hidden], to receive from another stage."""
+        """Allocate a tensor to receive hidden states, or gradients, of a chunk: [B, C, hidden]."""
         span, run = self._span(chunk), self.program.run
         shape = run.batch, span.stop - span.start, self.program.model.hidden
         return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
-        """Return a chunk's rows of x in a buffer or slot, [B, C, hidden]."""
+        """Return the hidden states of a chunk in a buffer or slot, [B, C, hidden]."""
         return self.storage.chunk(buffer, chunk, 0)["x"]
 
     def _load(self, buffer: str, chunk: int) -> Tensor:
@@ -471,13 +471,12 @@ class Interpreter:
     def _saved(
         self, i: Forward, hidden: Tensor, cell: ChunkAttention | RecurrentCell
     ) -> SavedActivations:
-        """Return the memory for tensors that autograd saves in a graph that outlives its chunk."""
+        """Return a new store for tensors saved by autograd in a graph that outlives its chunk."""
         layer = self.stages.layers[i.layer]
         tensors = *layer.parameters(), *layer.buffers()
         return SavedActivations(tensors, self._named(i.layer, hidden, cell))
 
     def _build_recurrent(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """Run a recurrent layer and save its graph for the backward."""
         saved = self._saved(i, hidden, cell) if i.kept else None
         graph, self.registers.hidden[i.layer + 1] = build_graph(cell.run, hidden, saved)
         if saved is not None:
@@ -490,12 +489,12 @@ class Interpreter:
         self.registers.graphs[i.layer, i.chunk] = cell, graph
 
     def _keep_input(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """Save the layer's input in the cell's memory, from which the backward builds the graph."""
+        """Save a recurrent cell's input, from which its backward builds the graph."""
         self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
         self.registers.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
-        """Return the bytes planned for this layer's cell; a slot may be larger."""
+        """Return the bytes planned for a cell's saved tensors; a shared slot may be larger."""
         assert i.activations is not None
         start, stop = cell_place(
             self.program, self.program.buffers[names.activations(i.layer)], i.chunk
@@ -551,7 +550,7 @@ class Interpreter:
             graph.saved.restore(store, self._named(i.layer, hidden, cell))
 
     def _as_input(self, store: Tensor, chunk: int) -> Tensor:
-        """View the bytes of a saved cell as a layer's input, [B, C, hidden]."""
+        """View a cell's saved bytes as a layer's input, [B, C, hidden]."""
         span, width = self._span(chunk), self.program.model.hidden
         shape = self.program.run.batch, span.stop - span.start, width
         size = prod(shape) * self.storage.dtype.itemsize
@@ -560,7 +559,7 @@ class Interpreter:
     def _named(
         self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
     ) -> dict[str, Tensor]:
-        """Return tensors by name that a saved graph refers to and that exist in its backward."""
+        """Return the tensors that a saved graph does not copy but finds by name in its backward."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
@@ -577,8 +576,7 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return the position ids of all tokens in a layer's attention: this rank's and its tensor
-        peers'."""
+        """Return position ids of a layer's attention call, with tensor-parallel ranks' tokens."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

@@ -1,4 +1,5 @@
-"""Select the kernel of a layer's attention: the fastest exact one on this machine, or a named one.
+"""Select the attention kernel for each layer: the fastest exact one on this machine, or a named
+one.
 
 FlashAttention-3 and FlashAttention-4 are separate packages. PyTorch registers FlashAttention-3
 under the aten names that `backends.CudaFlash` calls. The registration holds for the whole process,
@@ -40,10 +41,10 @@ CUDNN_WIDEST = 128
 
 
 def of_card(capability: tuple[int, int]) -> AttentionKernel:
-    """Return the fastest attention kernel built into PyTorch for a CUDA compute capability. cuDNN
+    """Return the attention kernel of PyTorch that is fastest on GPUs of a compute capability. cuDNN
     trains 1.7 to 2.3 times as fast as flash attention 2 on an H100 (9.0) and takes 1.07 to 1.2
     times as long on Ampere (8.x), Ada (8.9) and consumer Blackwell (12.x): measured by
-    transformers' issue 48163. On data-centre Blackwell (10.x) it is the better guess until `farspan
+    transformers' issue 48163. On data-centre Blackwell (10.x) cuDNN is a guess until `farspan
     calibrate` has measured: flash attention 2 is not made for it."""
     return AttentionKernel.CUDNN if capability[0] in (9, 10) else AttentionKernel.FLASH
 
@@ -58,9 +59,9 @@ def select_kernel(
     choice: AttentionKernel = AttentionKernel.AUTO,
     queries: tuple[int, ...] | None = None,
 ) -> BlockKernel:
-    """Select the fastest exact kernel for these heads, or the chosen one. Vendor kernels need a
-    CUDA `capability` of (8, 0) or more; heads of widths that they do not take are padded
-    (`Padded`). cuDNN's backward is not deterministic, so it is left out under
+    """Return the fastest exact kernel for heads of these sizes, or the chosen kernel. Vendor
+    kernels need a CUDA `capability` of (8, 0) or more; heads of widths that they do not take are
+    padded (`Padded`). cuDNN's backward is not deterministic, so it is left out under
     `torch.use_deterministic_algorithms`, and after `torch.backends.cuda.enable_cudnn_sdp(False)`.
     `queries` are the lengths of whole chunks. Raises UnsupportedError for a dtype that is no
     floating type of 16 bits or more, and for a chosen kernel that cannot run here."""
@@ -156,8 +157,8 @@ def refuse_missing(choice: AttentionKernel) -> None:
 
 @contextmanager
 def flash_attention_3() -> Iterator[None]:
-    """Run the body with FlashAttention-3 as aten's flash attention. Raises UnsupportedError if its
-    package does not fit PyTorch."""
+    """Run the body with FlashAttention-3 registered as aten's flash attention. Raises
+    UnsupportedError if its package does not fit PyTorch."""
     before = attention.current_flash_attention_impl()
     if before == NAME:
         yield
@@ -178,11 +179,11 @@ def flash_attention_3() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Flash4(BlockKernel):
-    """FlashAttention-4 for Hopper and data-centre Blackwell: bf16, fp16; D == Dv, a multiple of 8
-    up to 128, or 256 (any up to 256 on Hopper); GQA, windows and soft caps built in; tensors are
-    [B, S, H, D]. Causal masks and windows are aligned bottom right; None means all keys on that
-    side. It sums dQ in a fixed order under `torch.use_deterministic_algorithms`. It compiles each
-    kernel at its first call, which takes seconds."""
+    """FlashAttention-4 for Hopper and data-centre Blackwell. It takes bf16, fp16; D == Dv, a
+    multiple of 8 up to 128, or 256 (any up to 256 on Hopper); tensors [B, S, H, D]; GQA, windows
+    and soft caps. Causal masks and windows are aligned bottom right; a window's None means all keys
+    on that side. It sums dQ in a fixed order under `torch.use_deterministic_algorithms`. The first
+    call of each kernel compiles it, which takes seconds."""
 
     softcap: float | None = None
 
@@ -216,16 +217,16 @@ class Flash4(BlockKernel):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def _left(self, block: Block) -> int | None:
-        """Return the number of keys left of the aligned diagonal that a window shows."""
+        """Return how many keys to the left of the aligned diagonal are in a block's window."""
         left, _ = CudaFlash().window(block)
         return None if left < 0 else left
 
 
 @cache
 def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
-    """Return how FlashAttention-4 fails on this device, or None if it works. A causal square, a
-    rectangle and a window with heads of `width` are compared with plain PyTorch, both ways:
-    farspan's backward needs the package's private functions, which may change at any release."""
+    """Return how FlashAttention-4 fails on this device, or None if it works. Its forward and
+    backward are compared with plain PyTorch on a causal square, a rectangle and a window, with
+    heads of `width`: farspan calls private functions of the package, which a release may change."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(heads: int, tokens: int) -> Tensor:
@@ -275,9 +276,9 @@ CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # make cuBLAS de
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
     """Choice of the attention kernel for each layer, on one device and in one dtype. With the
-    choice `auto`, a layer gets `fastest`, measured on this machine, if it supports the layer. With
-    soft caps it gets FlashAttention-4, the only fast kernel that has them, if it is installed and
-    works here. Otherwise `select_kernel` decides by the card."""
+    choice `auto`, a layer gets `fastest`, measured on this machine, if that supports the layer. A
+    layer with a soft cap gets FlashAttention-4, the only fast kernel with soft caps, if it is
+    installed and works here. Otherwise `select_kernel` decides by the card."""
 
     device: torch.device
     dtype: torch.dtype
@@ -306,7 +307,7 @@ class AttentionKernels:
             self._refuse_fault(spec, self.choice)
 
     def is_ready(self) -> bool:
-        """Return whether the chosen kernels need no settings of torch to run (`ready`)."""
+        """Return whether the chosen kernels run without the torch settings that `ready` makes."""
         return not self.deterministic and self._wanted() is not AttentionKernel.FA3
 
     def _wanted(self) -> AttentionKernel:
@@ -317,7 +318,7 @@ class AttentionKernels:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Run the body with the settings of torch that the chosen kernels need."""
+        """Run the body with the torch settings that the chosen kernels need."""
         with ExitStack() as stack:
             stack.enter_context(deterministic_algorithms(self.deterministic))
             if self._wanted() is AttentionKernel.FA3:
@@ -348,7 +349,7 @@ class AttentionKernels:
         return wanted
 
     def _refuse_fault(self, spec: LayerSpec, choice: AttentionKernel) -> None:
-        """Raise UnsupportedError if FlashAttention-4 is chosen and fails its check here."""
+        """Raise UnsupportedError if FlashAttention-4 is chosen and gives wrong results here."""
         if choice is not AttentionKernel.FA4:
             return
         heads = max(spec.head_dim, spec.value_dim)
@@ -362,14 +363,14 @@ class AttentionKernels:
 def attention_kernels(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, *, fused: bool
 ) -> AttentionKernels:
-    """Return the kernels for a Step's `Kernels` on this machine."""
+    """Return the choice of attention kernels that a step's `Kernels` makes on this device."""
     fastest = measured_here(device, dtype)
     return AttentionKernels(device, dtype, kernels.attention, kernels.deterministic, fastest, fused)
 
 
 def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel | None:
-    """Return the kernel that `farspan calibrate` found fastest on this device, or None if not
-    measured. Raises UnsupportedError for an invalid machine file."""
+    """Return the kernel that `farspan calibrate` measured as fastest on this device, or None if
+    there is no such measurement. Raises UnsupportedError for an invalid machine file."""
     if device.type != "cuda" or not user_file().is_file():
         return None
     machine = read(user_file()).spec
@@ -390,8 +391,8 @@ def _is_installed(kernel: AttentionKernel) -> bool:
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Run the body with torch's deterministic algorithms, if wanted. Operators without one raise.
-    New memory is not filled, which would cost a pass over it."""
+    """Run the body with torch's deterministic algorithms, if `wanted`: an operator without one then
+    raises an error. New memory is not filled, which would cost a pass over it."""
     if not wanted:
         yield
         return
@@ -408,8 +409,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def refuse_cublas(device: torch.device) -> None:
-    """Raise UnsupportedError if matrix products on this GPU may differ from call to call. cuBLAS
-    reads its workspace setting when the process begins."""
+    """Raise UnsupportedError if cuBLAS may give different bits from call to call on this GPU.
+    cuBLAS reads its workspace setting when the process begins."""
     if device.type == "cuda" and environ.get(CUBLAS) not in SAME:
         raise UnsupportedError(
             f"deterministic: cuBLAS needs {CUBLAS}={SAME[0]} in the environment of the process; "
@@ -418,7 +419,7 @@ def refuse_cublas(device: torch.device) -> None:
 
 
 def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
-    """Return the lengths of whole chunks, of a shorter last chunk, and of their pieces."""
+    """Return the token counts of whole chunks, of a shorter last chunk, and of ranks' parts."""
     ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
     found = {length for length in ends if length <= most}
     for length in ends - found:

@@ -1,4 +1,4 @@
-"""Check and shift a step's inputs, and compute its loss piece by piece.
+"""Check and shift a step's inputs, and compute the loss on some tokens at a time.
 
 The logits of a whole chunk never exist (FPDT 5.4).
 """
@@ -27,7 +27,7 @@ IGNORED = -100  # label of a token that is not trained, as in Hugging Face
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Tensors that a step's cells read, each [batch, tokens]."""
+    """Tensors that a step's cells read, each [batch, tokens] or None."""
 
     input_ids: Tensor
     # Labels shifted by one, IGNORED where a token has no next one; or a custom head's targets,
@@ -59,7 +59,7 @@ def make_inputs(
     *,
     several: bool = False,
 ) -> StepInputs:
-    """Check the inputs of a step and derive targets, positions and documents. With `several`,
+    """Check a step's input tensors, and derive targets, positions and documents. With `several`,
     labels are k ids per token, [batch, tokens, k]. Raises UnsupportedError naming the argument."""
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, Tensor):
@@ -82,7 +82,7 @@ def make_inputs(
 
 
 def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return the label that each token predicts: its next token's, within the document."""
+    """Return each token's target: the label of the next token in its document."""
     targets = torch.full_like(labels, IGNORED)
     targets[:, :-1] = labels[:, 1:]
     if document_ids is not None:
@@ -92,8 +92,8 @@ def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
 
 
 def trained_token_count(labels: Tensor, document_ids: Tensor | None = None) -> int:
-    """Count the tokens that a step trains: those with a next token in their document whose label is
-    not -100.
+    """Count the tokens that contribute to a step's loss: those followed, in their document, by a
+    token whose label is not -100.
 
     Args:
         labels: Labels of the tokens themselves, [batch, tokens].
@@ -176,8 +176,8 @@ def _check_weights(weights: Tensor, input_ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossHead:
-    """Cross-entropy head: the sum over trained tokens, divided by a count known before the step.
-    The scale is right for every piece, chunk, micro-batch and rank."""
+    """Cross-entropy head: the sum of losses over trained tokens, divided by a count that is known
+    before the step. So losses of pieces, chunks, micro-batches and ranks add up to the mean."""
 
     stages: CausalLMStages
     count: int  # trained tokens the mean is taken over, at least 1
@@ -186,7 +186,7 @@ class LossHead:
     fused: bool = False  # one kernel computes the loss and overwrites the logits by their gradient
 
     def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """Return a chunk's share of the mean loss; hidden [B, C, h], targets and weights [B, C]."""
+        """Return a chunk's part of the mean loss, for hidden [B, C, h], targets, weights [B, C]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for span in pieces_of(hidden, self.piece, self.stages.vocab):
@@ -194,7 +194,7 @@ class LossHead:
         return total
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token, [B, C], 0 for tokens without a target."""
+        """Return the loss of each token, [B, C]; 0 for tokens without a target."""
         with torch.no_grad():
             spans = pieces_of(hidden, self.piece, self.stages.vocab)
             found = [self._losses(hidden[:, at], targets[:, at]) for at in spans]
@@ -216,7 +216,7 @@ class LossHead:
         weights: Tensor | None,
         gradients: GradientAccumulator,
     ) -> tuple[Tensor, Tensor]:
-        """Return a chunk's loss and gradient of `hidden`; weight gradients go to `gradients`."""
+        """Return a chunk's loss and `hidden`'s gradient; weight gradients go to `gradients`."""
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
@@ -234,7 +234,7 @@ class LossHead:
     def _differentiate(
         self, piece: Tensor, targets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return a piece's share of the loss, and gradients of the piece and the parameters."""
+        """Return the loss of some tokens, and gradients of their hidden states and of weights."""
         wanted = [piece, *self.parameters]
         if not self.fused:
             with torch.enable_grad():
@@ -279,7 +279,7 @@ class LossHead:
 
 
 def pieces_of(hidden: Tensor, most: int, vocab: int) -> list[slice]:
-    """Return slices of at most `most` tokens that cover hidden states [B, C, h]."""
+    """Return slices of at most `most` tokens that together cover hidden states [B, C, h]."""
     batch, tokens, _ = hidden.shape
     # A kernel of the loss may index logits with 32 bits.
     piece = min(most, max(1, most_tokens(batch * vocab)))
@@ -292,8 +292,7 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Add to `storages` every storage that autograd saves in the body; these must not be
-    overwritten."""
+    """Add every storage that autograd saves in the body to `storages`: no one may overwrite it."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

@@ -23,9 +23,8 @@ from farspan.spec import Tier
 
 
 class LiveStorage(UncompiledMode):
-    """Counter of the bytes of all storages created in the context and still alive. Costs about 6
-    microseconds per operation. Memory that an operator allocates and frees itself is not
-    counted."""
+    """Counter of the bytes of all storages created in the context and still alive. It costs about 6
+    microseconds per operation, and misses memory that an operator allocates and frees itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class LiveStorage(UncompiledMode):
         return out
 
     def _meet(self, values: Iterable[Any], *, born: bool) -> None:
-        """Register all tensors among an operator's arguments or results. Only lists and tuples are
+        """Register the storages of an operator's arguments or results. Only lists and tuples are
         searched: `tree_leaves`, which handles every type, took half the time of a metered step."""
         for value in values:
             if isinstance(value, Tensor):
@@ -71,8 +70,7 @@ class LiveStorage(UncompiledMode):
 
 class PeakMemory:
     """Meter of the peak bytes of new tensors on a device, inside a context. On a CPU it counts
-    everything that torch allocates, both tiers included; on a GPU what the allocator hands out
-    beyond the bytes at the start."""
+    everything that torch allocates, for both tiers; on a GPU, bytes beyond those at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,7 +107,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Expected bytes of one step, by cause."""
+    """Expected bytes of one step, by use."""
 
     device_arena: int
     host_arena: int
@@ -126,22 +124,22 @@ class MemoryEstimate:
 
     @property
     def host(self) -> int:
-        """Bytes of main memory, without optimizer states."""
+        """Bytes of main memory that a step needs, without optimizer states."""
         return self.new_host + self.host_weights
 
     @property
     def new_host(self) -> int:
-        """Bytes of main memory that a first step adds to those of the weights."""
+        """Bytes of main memory that the first step allocates, in addition to the weights."""
         return self.host_arena + self.host_gradients
 
     @property
     def device(self) -> int:
-        """Device bytes at the peak, without optimizer states and the batch."""
+        """Device bytes at the peak of a step, without optimizer states and the batch."""
         return self.new_device + self.weights + self.index
 
     @property
     def new_device(self) -> int:
-        """Device bytes that a first step adds to those of the weights."""
+        """Device bytes that the first step allocates, in addition to the weights."""
         return self.device_arena + self.inputs + self.gradients + self.accumulators + self.transient
 
     def to_json(self) -> dict[str, int]:
@@ -156,7 +154,8 @@ def estimate_memory(
     values: int = 0,
     cells: Callable[[Program], int],
 ) -> MemoryEstimate:
-    """Estimate the memory of a step of this shape, from its program and the model's profile.
+    """Estimate the memory of a step on a batch of this shape, from its program and the model's
+    profile.
 
     Args:
         values: Log-probabilities per token from which the loss is computed; 0: a step of one pass.
@@ -174,16 +173,16 @@ def estimate_memory(
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """Raise as `refuse_too_large` does, from a lower bound that needs no profile of the model."""
+    """Raise the errors of `refuse_too_large` from a lower bound, before the model is profiled."""
     program = step.program(batch, tokens)
     static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
 
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
-    """Raise an error if the step does not fit, the same on all ranks, which all call it. TooLarge:
-    the host cannot hold the step and `optimizer` bytes of its states, or they exceed
-    `step.host_room`. DeviceTooSmall: the GPU cannot hold the new bytes."""
+    """Raise the same error on all ranks if the step does not fit one of them; all ranks call it.
+    Raises TooLarge if the host cannot hold the step and `optimizer` bytes of optimizer states, or
+    these exceed `step.host_room`, and DeviceTooSmall if the GPU cannot hold the new bytes."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
     _refuse_too_small(step.stages.device, expected, ranks)
     needed = expected.new_host
@@ -224,7 +223,7 @@ def _refuse_too_small(
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """Bytes that torch can still allocate on a GPU, or None on a CPU, where they are the host's."""
+    """Bytes that torch can still allocate on a GPU; None for a CPU, which has main memory only."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -232,7 +231,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """Return a lower bound of the bytes of a chunk's graphs, from the layers' saved activations."""
+    """Return a lower bound of the bytes of a chunk's graphs, from layers' saved activations."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]
@@ -272,8 +271,8 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
 
 
 def _accumulators(step: Step, program: Program) -> int:
-    """Return the bytes of fp32 gradient sums in the widest group and outside the layers. They exist
-    if gradients are narrower than fp32 or are added over ranks."""
+    """Return the bytes of fp32 gradient sums, for the widest group and parameters outside the
+    layers. The sums exist if gradients are narrower than fp32 or are added over ranks."""
     sharded_model, layers = step.sharded_model, step.stages.layers
 
     def size(parameters: Iterable[nn.Parameter]) -> int:

@@ -1,4 +1,4 @@
-"""Measure the rates of this device on the operations of a step, and describe its hardware.
+"""Measure the speed of this device on the operations of a step, and describe its hardware.
 
 Another process can halve the speed of a CPU for seconds. It can only add to the time of a call, so
 the fastest run counts. Every call is measured in several passes, far apart, until the best two
@@ -41,7 +41,7 @@ LONGEST = 16384  # tokens of an attention call
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Duration of a calibration and sizes of its calls."""
+    """Duration of a calibration, and the sizes of the calls that it times."""
 
     about: str  # description in a machine file
     longest: float  # seconds of a call at which sizes stop growing
@@ -90,8 +90,8 @@ GLANCE = Effort(
 
 @dataclass(slots=True)
 class Bench:
-    """Timer of calls on one device. `looks` has the fastest time of a call in each pass, by the
-    machine file's field and the call's size."""
+    """Timer of calls on one device. `looks` has the fastest time of each call in each pass, by the
+    call's field in the machine file and its size."""
 
     device: torch.device
     effort: Effort
@@ -109,7 +109,7 @@ class Bench:
         return self.device.type == "cpu"
 
     def seconds(self, name: str, call: Call, size: float = 1.0) -> float:
-        """Return the seconds of one call. `name` and `size` identify the call in all passes."""
+        """Return the seconds of one call. `name` and `size` identify the call in later passes."""
         if self._agreed(name, size):
             return min(self.looks[name, size])
         first = min(self._run(call, 1) for _ in range(2))
@@ -120,15 +120,15 @@ class Bench:
         return self.note(name, fastest, size)
 
     def _under_load(self, call: Call, first: float) -> float:
-        """Return the seconds of a call under sustained load. A GPU lowers its clock at its power
-        limit, some tenths of a second after work begins: an H200 then makes 690 TFLOP/s of the 740
-        of its first products, and 530 of 590 in the backward of attention."""
+        """Return the seconds of a call when calls follow each other without pause. A GPU lowers its
+        clock at its power limit, some tenths of a second after work begins: an H200 then makes 690
+        TFLOP/s of the 740 of its first products, and 530 of 590 in the backward of attention."""
         repeats = math.ceil(self.effort.loaded / 2 / first)
         self._run(call, repeats)
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """Return 2 short - long, each the fastest of runs that alternate, in seconds."""
+        """Return twice the fastest seconds of `short` minus the fastest seconds of `long`."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)
@@ -139,23 +139,23 @@ class Bench:
         return 2 * min(self.looks[name, 0.5]) - min(self.looks[name, 1.0])
 
     def glance(self, call: Call) -> float:
-        """Seconds of one call without recording the time, to compare calls at one moment."""
+        """Return the seconds of one call, without recording the time."""
         self._run(call, 1)
         return min(self._run(call, 1) for _ in range(self.effort.tries))
 
     def note(self, name: str, seconds: float, size: float = 1.0) -> float:
-        """Record the time of a call in this pass, and return the fastest of all passes."""
+        """Record the seconds of a call in this pass, and return its fastest time in all passes."""
         looks = self.looks.setdefault((name, size), [])
         looks.append(seconds)
         return min(looks)
 
     def settled(self, name: str | None = None) -> bool:
-        """Return whether the two fastest passes agree on every call, or every call of one field."""
+        """Return whether the two fastest passes agree on every call (of one field, if given)."""
         keys = [key for key in self.looks if name in (None, key[0])]
         return bool(keys) and all(self._agreed(*key) for key in keys)
 
     def spread(self) -> dict[str, float]:
-        """Return the slowest pass over the fastest, for the worst call of each field."""
+        """Return, per field, the largest ratio of a call's slowest pass to its fastest."""
         found: dict[str, float] = {}
         for (name, _), looks in self.looks.items():
             found[name] = max(found.get(name, 1.0), max(looks) / max(min(looks), 1e-9))
@@ -181,7 +181,7 @@ class Bench:
         return torch.randn(*shape, generator=self.generator, device=self.device).to(dtype)
 
     def curve(self, name: str, points: Points) -> Curve:
-        """Return the rate of a call by size. Sizes ascend until a call takes too long."""
+        """Return a call's rate for each size; sizes rise until one call takes too long."""
         if self.settled(name):
             return self._curves[name]
         found = []
@@ -198,8 +198,7 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield the products y = x W.T and dx = dy W of linear layers of growing width w, with x [4w,
-    w] and W [w, w]."""
+    """Yield products y = x W.T and dx = dy W of linear layers, x [4w, w], W [w, w], w rising."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 
@@ -211,7 +210,7 @@ def products(bench: Bench, dtype: torch.dtype) -> Points:
 
 
 def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield the matrix products dW = dy.T x of a linear layer, in the shapes of `products`."""
+    """Yield a linear layer's product dW = dy.T x for the shapes of `products`."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
         yield size, 1, partial(torch.matmul, dy.t(), x)
@@ -230,7 +229,7 @@ def _linears(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor,
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """Inputs of one attention call, C queries on C keys, in the engine's memory layout."""
+    """Inputs of one attention call, C queries on C keys, strided as the engine's tensors."""
 
     kernel: BlockKernel
     block: Block
@@ -245,12 +244,12 @@ class AttentionProblem:
 
     @property
     def pairs(self) -> int:
-        """Number of visible (query, key) pairs."""
+        """Number of (query, key) pairs for which attention computes a score."""
         queries, keys = self.block.queries, self.block.keys
         return queries * (queries + 1) // 2 if self.block.causal else queries * keys
 
     def flop(self, *, backward: bool) -> float:
-        """Return the FLOP of the call per head."""
+        """Return the FLOP of the forward or backward per head."""
         flop = 4.0 * self.pairs * self.q.shape[3]
         return flop * BACKWARD_PRODUCTS if backward else flop
 
@@ -270,7 +269,7 @@ class AttentionProblem:
 def attention(
     bench: Bench, dtype: torch.dtype, tokens: int, width: int, *, causal: bool
 ) -> AttentionProblem:
-    """Return the inputs of an attention call with heads of `width`."""
+    """Return the inputs of an attention call with heads of `width` elements."""
     heads = KV_SHARE if bench.on_cpu else 8 * KV_SHARE
     capability = (0, 0) if bench.on_cpu else torch.cuda.get_device_capability(bench.device)
     start = 0 if causal else tokens
@@ -287,7 +286,7 @@ def attention(
 
 
 def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool) -> Points:
-    """Yield attention calls of growing length, as points of a curve."""
+    """Yield attention calls on growing numbers of tokens, as points of a curve."""
     tokens = 256
     while tokens <= LONGEST:
         made = attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
@@ -297,8 +296,8 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
 
 def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> float:
     """Return the seconds of softmax per query, key and head, recorded for the field `name`. Heads
-    half as wide take half of the products' time and all of the softmax's: t = p + s with wide
-    heads, p / 2 + s with narrow ones. Both are timed in turns, since their difference is small."""
+    half as wide take half of the products' time p, and all of the softmax's time s: t = p + s with
+    wide heads, p / 2 + s with narrow heads. Both run by turns, since their difference is small."""
     tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
     wide, narrow = (
         attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)
@@ -308,8 +307,8 @@ def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> f
 
 
 def workspace(bench: Bench, dtype: torch.dtype) -> float:
-    """Return the workspace bytes of an attention backward, per query or key, head and element of a
-    head. Inputs and results are not counted. The larger of a call with and without a mask."""
+    """Return the bytes that an attention backward allocates internally, per query or key, head and
+    element of a head: the larger of a call with and one without a mask."""
     return max(_workspace(bench, dtype, causal=causal) for causal in (False, True))
 
 
@@ -328,8 +327,8 @@ def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
 
 
 def memory(bench: Bench) -> float:
-    """Return the bytes per second that element-wise operations read and write. Results are newly
-    allocated, as a model's are: a CPU may have to map their pages first."""
+    """Return the bytes per second that element-wise operations read and write. Their results are
+    newly allocated, as in a model: a CPU may have to map the pages first."""
     size = bench.effort.moved * (1 if bench.on_cpu else 64)
     x, y = (bench.random(size // 4, dtype=torch.float32) for _ in range(2))
 
@@ -342,7 +341,7 @@ def memory(bench: Bench) -> float:
 
 
 def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
-    """Return the seconds per logit of cross-entropy and its gradient, as in the engine's head."""
+    """Return the seconds of cross-entropy and its gradient per logit, computed as in a step."""
     rows, vocab = 1024, 4096
     logits = bench.random(rows, vocab, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.long, device=bench.device)
@@ -357,7 +356,7 @@ def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Copy rates between device and main memory, in bytes per second."""
+    """Rates of copies between device and main memory, in bytes per second."""
 
     fetch: float
     evict: float
@@ -368,7 +367,7 @@ class Links:
 
 
 def _reserved(bench: Bench, arena: Arena, size: int) -> float:
-    """Return the seconds that an arena takes to allocate and write its memory."""
+    """Return the seconds that a new arena takes to allocate its memory and touch each page."""
     start = bench.clock()
     arena.reserve(size)
     arena.poison()
@@ -377,7 +376,7 @@ def _reserved(bench: Bench, arena: Arena, size: int) -> float:
 
 
 def links(bench: Bench) -> Links:
-    """Return the rates of copies between two arenas, issued chunk by chunk as in a step."""
+    """Return the rates of copies between two arenas, a chunk at a time as in a step."""
     whole = bench.effort.copied
     arenas = {tier: Arena(tier, bench.device) for tier in Tier}
     seconds = {tier: _reserved(bench, arena, whole) for tier, arena in arenas.items()}
@@ -407,7 +406,7 @@ def links(bench: Bench) -> Links:
 
 
 def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> tuple[float, float]:
-    """Return the rate of each direction while the other direction is busy on its own stream."""
+    """Return the rate of each copy direction while copies in the other direction run, too."""
     rates = []
     for mine, other in ((fetch, evict), (evict, fetch)):
         here, there = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)

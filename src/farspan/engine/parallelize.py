@@ -1,4 +1,4 @@
-"""Shard a model over ranks: place and gather its weights, sum its gradients, feed its optimizer."""
+"""Shard a model over ranks: slice and gather weights, sum gradients, and serve the optimizer."""
 
 import hashlib
 import re
@@ -63,7 +63,7 @@ from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """Model sharded by `parallelize`. Between steps its parameters are this rank's shards."""
+    """Model that `parallelize` has sharded. Between steps its parameters are this rank's shards."""
 
     ranks: ParallelContext
     spec: ModelSpec  # of the whole model
@@ -75,12 +75,12 @@ class ShardedModel:
 
     @property
     def rank(self) -> Rank:
-        """Rank whose programs this rank runs; with whole weights that of a layout without FSDP."""
+        """This rank, in the layout of its programs: without FSDP if weights are whole."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
     def refuse_elsewhere(self, schedule: Schedule) -> None:
-        """Raise UnsupportedError if the schedule keeps weights on another tier than the model."""
+        """Raise UnsupportedError unless the weights are on the schedule's tier."""
         on_host, there = schedule.weights is Tier.HOST, self.sharded.offload
         if on_host != there and (on_host or self.sharded.stage is Stage.ZERO_0):
             place = Tier.HOST if there else Tier.DEVICE
@@ -90,7 +90,7 @@ class ShardedModel:
             )
 
     def compare(self, same: Agreement, stages: CausalLMStages, *, weights: bool) -> None:
-        """Add the model's buffers, and with `weights` its weights, to the ranks' comparison."""
+        """Have ranks compare the model's buffers and, with `weights`, its whole weights."""
         left = _BY_LENGTH if chooses_by_length(stages.model.config) else ()
         buffers = stages.model.named_buffers()
         numbers: dict[str, Tensor] = {n: x for n, x in buffers if not n.endswith(left)}
@@ -116,13 +116,13 @@ class ShardedModel:
             self.sharded.release(unit)
 
     def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
-        """Add a unit's gradient sums over ranks to `.grad`, and remove them from `totals`."""
+        """Add gradient sums of a unit (a layer, or all modules outside) over ranks to `.grad`, and
+        remove these from `totals`."""
         if self.tensor is not None:
             self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
         self.sharded.reduce(unit, totals)
 
     def outer_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Return the whole trainable parameters outside the layers."""
         return tuple(p for p in self.sharded.whole(self.sharded.outer).values() if p.requires_grad)
 
     def _units(self, program: Program, group: int, outer: bool) -> list[int]:
@@ -134,8 +134,8 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """Add up the sums of unsliced parameters over tensor-parallel ranks, since each rank has
-        only the part of its tokens or heads."""
+        """Sum, over tensor-parallel ranks, the gradients of parameters that are not sliced: each
+        rank has the part of its tokens or heads."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -150,8 +150,8 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
 def inside(model: nn.Module) -> Look:
-    """Return a look at the model without attributes that trainers and loaders set on the whole
-    model: a `forward`, marks and maps. The model's numbers, such as a scale of logits, stay."""
+    """Return a description of the model without attributes that trainers and loaders set on the
+    whole model, such as a `forward` or device map. Its numbers, such as a scale of logits, stay."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -167,7 +167,7 @@ def inside(model: nn.Module) -> Look:
 
 
 def described(now: Look, stages: CausalLMStages | None = None) -> Described:
-    """Return a description of the model for ranks to compare, with its attributes and hooks."""
+    """Return a digest of a model and, for errors, texts of its modules, attributes and hooks."""
     left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
 
     def words() -> dict[str, str]:
@@ -191,7 +191,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+|, index=\d+")  # also removes indexes of
 
 
 def _text_of(value: object) -> str:
-    """Return an attribute of a look as text without memory addresses."""
+    """Return a module's attribute as text without memory addresses, equal on all ranks."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
         value = value[1]  # a look keeps a number with its type
     return _ADDRESS.sub("", repr(value))
@@ -200,8 +200,8 @@ def _text_of(value: object) -> str:
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Return what ranks compare of a function and the values that it holds, by names that begin
-    with `name`. Weights of `model` are left out."""
+    """Return texts and tensors, with names that begin with `name`, by which ranks compare a
+    function and the values that it refers to, except weights of `model`."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):
@@ -241,17 +241,17 @@ def parallelize(
     keep: bool = False,
     kernels: Kernels | None = None,
 ) -> ShardedModel:
-    """Shard a model over ranks, in place.
+    """Shard a causal LM over ranks, in place; return the model to give to `Step(ranks=...)`.
 
-    All ranks have loaded the whole model, or rank 0 alone, on any device, and others on the meta
-    device: then no device ever holds more than its shards and one weight. Make the optimizer from
-    the parameters afterwards. Steps may use another schedule with the same pipeline stages.
+    All ranks have loaded the whole model, or rank 0 alone, on any device, and other ranks on the
+    meta device: then no device ever has more than its shards and one weight. Make the optimizer
+    from the parameters afterwards. Steps may use another schedule with the same pipeline stages.
 
     Args:
         schedule: With `schedule.weights` HOST the shards stay in main memory.
         ranks: Tensor parallelism slices layers' weights; the rest is sharded as by FSDP2 if `fsdp`.
-        stage: Another ZeRO stage than the layout's.
-        offload: Keep the sharded weights, their gradients and so optimizer states in main memory.
+        stage: The ZeRO stage, if not the layout's.
+        offload: Keep sharded weights, their gradients and so optimizer states in main memory.
         keep: Keep layers of other pipeline stages, which otherwise move to the meta device.
         kernels: The kernels of the steps; give steps the same.
 
@@ -294,8 +294,8 @@ def parallelize(
 
 
 def refuse_schedule(same: Agreement, schedule: Schedule, layout: Layout, stage: Stage) -> None:
-    """Raise UnsupportedError if the layout cannot run the schedule, or if the ZeRO stage shards
-    weights and the layout says fsdp=False. Also have ranks compare their schedules."""
+    """Raise UnsupportedError if the layout cannot run the schedule, if ranks have different
+    schedules, or if the ZeRO stage shards weights although the layout has fsdp=False."""
     same.add({"schedule": repr(schedule)})
     if not layout.fsdp and stage is not Stage.ZERO_0:
         raise UnsupportedError(
@@ -311,7 +311,7 @@ def _layout_of(layout: Layout, stage: Stage) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """Results of inspecting a model, made on each rank or on rank 0 for all."""
+    """Results of inspecting a model: its sizes, and its modules that run on tiles of tokens."""
 
     spec: ModelSpec
     tiles: tuple[tuple[Tokenwise, ...], ...]
@@ -324,8 +324,7 @@ def _inspect(
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Inspect a model that will run on `device`. Raises UnsupportedError if it cannot be sharded
-    exactly."""
+    """Inspect a model that will run on `device`. Raises UnsupportedError if not shardable."""
     if layout.tensor == 1:
         fuse(stages, kernels, device)
     spec = describe(stages, device)
@@ -340,8 +339,7 @@ def _inspect(
 def _inspected(
     ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """Inspect the whole model on every rank. Raises UnsupportedError if the ranks' models
-    differ."""
+    """Inspect the model on every rank, after comparing models. Raises UnsupportedError."""
     with ranks.agreement("parallelize: comparing the models") as same:
         same.add({"model": described(inside(stages.model), stages)})
         same.add(weight_facts(stages.model))
@@ -351,7 +349,6 @@ def _inspected(
 
 
 def _cut_layers(stages: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
-    """Slice the layers' weights for this rank's tensor parallelism; None without it."""
     if ranks.layout.tensor == 1:
         return None
     plan = plan_tensor(stages.model, stages.layers, ranks.layout.tensor)
@@ -361,7 +358,6 @@ def _cut_layers(stages: CausalLMStages, ranks: ParallelContext) -> TensorParalle
 
 
 def _run(stages: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
-    """Run a layer on random hidden states."""
     dtype = next(layer.parameters()).dtype
     generator = torch.Generator(stages.device).manual_seed(index)
     shape = 2, PROBED, stages.width
@@ -381,7 +377,7 @@ def _fill(
 def _drop_other_stages(
     stages: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
-    """Move other pipeline stages' layers to the meta device; return this stage's indices."""
+    """Move other pipeline stages' layers to the meta device; return the indices of this stage's."""
     pipeline_stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(stages.layers), pipeline_stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))
@@ -400,9 +396,9 @@ def _drop_other_stages(
 
 @dataclass(frozen=True, slots=True)
 class ShardedUpdate:
-    """Slices of a sharded model's weights for an optimizer. AdamW is element-wise: updates of all
-    ranks' slices equal an update of the whole. Invariant: a slice's `.grad`, if set, is its part of
-    the weight's `.grad`."""
+    """Slices of a sharded model's weights, as an optimizer updates them. AdamW is element-wise:
+    updates of all ranks' slices equal an update of the whole. Invariant: a slice's `.grad`, if set,
+    is its part of the weight's `.grad`."""
 
     sharded_model: ShardedModel
     trained: Mapping[str, nn.Parameter]  # by name; without those of other pipeline stages
@@ -411,7 +407,7 @@ class ShardedUpdate:
     counted: frozenset[str]  # names that this rank counts in the norm: one rank each
 
     def take(self) -> None:
-        """Set the slices' `.grad` to their parts of the weights' gradients."""
+        """Set each slice's `.grad` to its part of the weight's gradient."""
         for name, own in self.sharded_model.sharded.parameters().items():
             piece = self.pieces[name]
             if piece is not own:
@@ -422,15 +418,14 @@ class ShardedUpdate:
             own.grad = self.pieces[name].grad = None
 
     def widen(self) -> None:
-        """Set the gradient dtypes of the weights to those of the slices."""
+        """Give each weight the gradient dtype of its slice."""
         for name, own in self.sharded_model.sharded.parameters().items():
             wanted = gradient_dtype(self.pieces[name])
             if wanted != gradient_dtype(own):
                 own.grad_dtype = wanted
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of the whole model's gradient, the same bits on every rank; fp32, or
-        float64 for a float64 model."""
+        """Return the L2 norm of the model's gradient, in fp32 or float64, equal on all ranks."""
         ranks = self.sharded_model.ranks
         gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
         square = square_norm((g for g in gradients if g is not None), ranks.device)
@@ -457,8 +452,10 @@ def sharded_parameters(sharded_model: ShardedModel) -> ShardedUpdate:
     )
 
 
-def _piece(own: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
+def _piece(weight: nn.Parameter) -> nn.Parameter:
+    return (
+        nn.Parameter(local(weight), weight.requires_grad) if isinstance(weight, DTensor) else weight
+    )
 
 
 def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
@@ -470,16 +467,16 @@ def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
 
 
 def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
-    """Return where this rank's slice lies in each weight that tensor parallelism cuts."""
+    """Return the placement of this rank's slice in each weight that tensor parallelism slices."""
     tensor = sharded_model.tensor
     if tensor is None:
         return {}
 
-    def place(cut: ParameterCut) -> ShardPlacement:
+    def place(sliced: ParameterCut) -> ShardPlacement:
         ranges, start = [], 0
-        for size in cut.parts:
+        for size in sliced.parts:
             ranges.append(part((start, start + size), tensor.peers.index, tensor.peers.size))
             start += size
-        return placement_along(cut.shape, cut.dim, ranges)
+        return placement_along(sliced.shape, sliced.dim, ranges)
 
     return {name: place(cut) for name, cut in tensor.plan.cuts.items()}

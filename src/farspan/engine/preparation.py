@@ -1,8 +1,8 @@
-"""Prepare a model for steps: derive what they need of its present state, anew when it was edited.
+"""Prepare a model for steps: derive the modules, kernels and sizes that a step needs.
 
-`prepare` derives everything in one order; a `PreparedModel` does not change. `Preparations` compare
-the model with the state that it was prepared for, and keep the latest results, as adapters or modes
-are switched.
+`prepare` derives all of these for the model's present state; a `PreparedModel` does not change.
+`Preparations` prepares the model again when it was edited, and keeps the latest results, since
+adapters and train or eval mode are switched back and forth.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ _WHILE_SHARDED = (
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """A model at one moment, with everything that steps derive from it."""
+    """A model in its state at one moment, with everything that steps derive from it."""
 
     model: nn.Module  # the user's, with its wrappers
     stages: CausalLMStages
@@ -88,7 +88,7 @@ class PreparedModel:
         self._accepted.add(trains)
 
     def compare(self, same: Agreement) -> None:
-        """Add the model to the ranks' comparison."""
+        """Have ranks compare the model: description, buffers, and weights unless being updated."""
         if self.sharded is not None:
             same.add({"model": self._described})
             idle = self.weights is None or not self.weights.is_updating()
@@ -99,15 +99,15 @@ class PreparedModel:
         return described(self.look, self.stages)
 
     def is_current(self) -> bool:
-        """Return whether streamed weights are still where the step moved them."""
+        """Return whether the weights are still in the memory from which steps stream them."""
         return self.weights is None or self.weights.is_of(self.stages)
 
     def trains(self) -> bool:
         return any(p.requires_grad for p in self.stages.model.parameters())
 
     def marks(self, head: object, own: list[nn.Parameter]) -> object:
-        """Return a value that differs after any change to weights, to a head's weights (`own`), or
-        to the set of trained parameters."""
+        """Return a value that compares unequal after any change to the model, its weights, the
+        trained parameters, or `head` and its parameters `own`."""
         found = [*self.stages.model.parameters()]
         if self.sharded is not None:
             found = [*self.sharded.sharded.parameters().values()]
@@ -134,16 +134,15 @@ def prepare(
     device: torch.device | str | None = None,
     weights: StreamedWeights | None = None,
 ) -> PreparedModel:
-    """Derive everything that steps need from a model. Raises UnsupportedError if it cannot run in
-    chunks, or not by this schedule.
+    """Prepare a model for steps. Raises UnsupportedError if it or the schedule is not supported.
 
     Args:
-        model: With weights on the host it moves to main memory.
+        model: The user's model; if its weights are to be on the host, they move to main memory.
         schedule: None if it is not planned yet.
-        wanted: Implementations that the user asks for.
+        wanted: Implementations of kernels that the user asks for.
         sharded: The model as `parallelize` has sharded it.
         device: The device that computes, if weights are in main memory.
-        weights: Streamed weights to use on, if they are of the model's present state.
+        weights: Streamed weights of an earlier preparation, reused if the model still has them.
     """
     on_host = is_on_host(schedule, sharded)
     stages = _stages(model, sharded, device, on_host=on_host)
@@ -189,7 +188,7 @@ def prepare(
 
 
 def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:
-    """Return whether steps stream whole weights from main memory."""
+    """Return whether steps stream weights from main memory, where each rank has all weights."""
     layout = ALONE if sharded is None else sharded.rank.layout
     return schedule is not None and streams(schedule, layout)
 
@@ -249,13 +248,13 @@ def _outer(
 
 
 def _look_at(model: nn.Module, stages: CausalLMStages, sharded: ShardedModel | None) -> Look:
-    """Return a look at the model; of a sharded model without attributes that trainers set."""
+    """Return a comparable snapshot of the model, without trainers' attributes if it is sharded."""
     return look(model) if sharded is None else inside(stages.model)
 
 
 @dataclass
 class Preparations:
-    """A step's model as prepared for its present state and for recent states."""
+    """Preparations of a step's model: for its present state, and for recent states."""
 
     model: nn.Module
     schedule: Schedule | None
@@ -267,8 +266,8 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """Make ranks keep whole weights each, with gradients summed over ranks, unless the model is
-        sharded already. All ranks call it."""
+        """Register the ranks of `whole_on`: each keeps all weights, and gradients are summed over
+        ranks. Collective; does nothing without such ranks."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
@@ -296,8 +295,8 @@ class Preparations:
             raise
 
     def accept(self, *, trains: bool) -> PreparedModel:
-        """Return the model as it is now, prepared again if it has changed. Raises UnsupportedError
-        as a new step does, and if it cannot be trained, or evaluated."""
+        """Return the prepared model, prepared again if it has changed. Raises UnsupportedError if
+        it cannot be prepared, or cannot be trained (without `trains`, evaluated)."""
         was = self.now
         seen = _look_at(self.model, was.stages, self.sharded)
         if self.sharded is not None:
@@ -308,7 +307,7 @@ class Preparations:
         return self.now
 
     def _prepare_for(self, seen: Look) -> None:
-        """Reuse the preparation of an equal earlier state of the model, or prepare it again."""
+        """Use an earlier preparation of the state `seen`, or prepare the model again."""
         known = [one for one in self._kept if has_same_parts(one.look, seen)]
         self._kept = known[-PREPARATIONS_KEPT:]
         found = next((one for one in known if one.look == seen and one.is_current()), None)
@@ -332,7 +331,7 @@ class Preparations:
         self._kept.append(self.now)
 
     def _refuse_edits(self, sharded: ShardedModel, seen: Look) -> None:
-        """Raise UnsupportedError if a sharded model was edited, which cannot be probed again."""
+        """Raise UnsupportedError if a model was edited after it was sharded."""
         sharded.sharded.refuse_replaced(self.now.stages.model)
         edit = first_edit(self.now.look, seen, _WHILE_SHARDED) if seen != self.now.look else None
         if edit is not None:

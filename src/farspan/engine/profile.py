@@ -1,9 +1,9 @@
 """Measure a model's costs by running its cells on the meta device with the training interpreter.
 
-The meta device allocates and computes nothing. A cell runs at two lengths, and each moment of its
-run is a line through both. The meter records when attention is called, and when kernels begin and
-end: the bytes between them depend on the blocks of keys that a chunk sees, and are added where
-these are known (`farspan.profile.model`).
+The meta device allocates and computes nothing. A cell, one layer on one chunk, runs at two lengths;
+the bytes alive at each moment are a line through both. The meter records when attention is called,
+and when kernels begin and end: the bytes between these depend on the blocks of keys that a chunk
+attends to, and are added where the blocks are known (`farspan.profile.model`).
 """
 
 import copy
@@ -94,7 +94,7 @@ CHUNKS_AND_PIECES = (320, 128), (352, 128), (352, 160)
 
 @dataclass(slots=True)
 class _Subject:
-    """A model to measure on the meta device."""
+    """A model to measure on the meta device, with the objects that its interpreter needs."""
 
     stages: CausalLMStages
     spec: ModelSpec
@@ -162,7 +162,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Measurements of one run of a cell."""
+    """Measurements of one run of a cell, at one length."""
 
     forward: CellPass
     backward: CellPass | None
@@ -173,7 +173,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Options of running a cell, which `form` names."""
+    """Options of running a cell; their combination has a name in profiles (`form`)."""
 
     graph: bool = False
     kept: bool = False
@@ -185,7 +185,7 @@ class _Way:
         return form(**asdict(self))
 
     def lengths(self) -> Lengths:
-        """Return the numbers of tokens at which cells are measured."""
+        """Return the lengths in tokens (with tiles: of chunk and tile) to measure cells at."""
         return CHUNKS_AND_PIECES if self.tiled else tuple((c,) for c in LENGTHS)
 
     def layers(self, measured: _Subject, layer: int, tile: Sequence[int]) -> Layers:
@@ -301,8 +301,8 @@ class _Fit:
 
 def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> ModelProfile:
     """Return the profile of a model, measured from its configuration (the content of a
-    config.json). A family that cannot run on the meta device is estimated from what its layers save
-    with stand-ins for weights. Raises UnsupportedError."""
+    config.json). A family that cannot run on the meta device is estimated from the tensors that its
+    layers save, with stand-ins for weights. Raises UnsupportedError."""
     name = name or str(config.get("model_type"))
     try:
         found = _of_config(config, variant, name)
@@ -341,8 +341,8 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
 def _first_layers(
     config: Mapping[str, Any], layers: int, dtype: torch.dtype, rank: int
 ) -> CausalLMStages | None:
-    """Return the stages of a model with only its first layers, or None if its configuration cannot
-    be shortened: some families have more fields with an entry per layer."""
+    """Return a model with the first layers only, or None if its configuration cannot be shortened:
+    some families have other fields with an entry per layer."""
     try:
         return _stages(shortened(dict(config), layers), dtype, rank)
     except UnsupportedError:
@@ -350,7 +350,7 @@ def _first_layers(
 
 
 def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
-    """Return the profiles of a model with its adapters, measured on a copy without weights."""
+    """Return profiles of a model with its adapters, measured on a copy without weights."""
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(x): _without_elements(x) for x in tensors}
     memo |= plain_linears(model, partial(_without_packed, model.dtype))
@@ -392,24 +392,24 @@ def _stages(config: Mapping[str, Any], dtype: torch.dtype, rank: int) -> CausalL
 
 
 def _pattern(kinds: list[Any]) -> list[int]:
-    """Return for each layer the index of the first layer of its kind."""
+    """Return, for each layer, the index of the first layer of the same kind."""
     return [kinds.index(kind) for kind in kinds]
 
 
 def _of_whole(
-    whole: CausalLMStages, kinds: list[Any], found: ModelProfile, name: str
+    whole: CausalLMStages, kinds: list[Any], profile: ModelProfile, name: str
 ) -> ModelProfile:
-    """Return the profile of a whole model, extended from its first layers."""
-    kind_of = tuple(found.kind_of[kinds.index(kind)] for kind in kinds)
+    """Return the whole model's profile, from the profile of its first layers."""
+    kind_of = tuple(profile.kind_of[kinds.index(kind)] for kind in kinds)
     parameters = list(whole.model.parameters())
     spec = replace(
-        found.spec,
+        profile.spec,
         name=name,
-        layers=tuple(found.spec.layers[kinds.index(kind)] for kind in kinds),
+        layers=tuple(profile.spec.layers[kinds.index(kind)] for kind in kinds),
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
     )
-    return replace(found, spec=spec, kind_of=kind_of)
+    return replace(profile, spec=spec, kind_of=kind_of)
 
 
 def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
@@ -442,7 +442,7 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
 
 
 def _learns_positions(stages: CausalLMStages) -> bool:
-    """Return whether the model has an embedding besides the token embedding."""
+    """Return whether the model has an embedding other than that of tokens."""
     tables = [m for m in stages.decoder.modules() if isinstance(m, nn.Embedding)]
     return any(table is not stages.model.get_input_embeddings() for table in tables)
 
@@ -465,7 +465,7 @@ def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
 
 
 def _is_skippable(measured: _Subject, layer: int) -> bool:
-    """Return whether the MLP's output is only added to the layer's, without a norm."""
+    """Return whether no norm follows the MLP, so its output is only added to the residual."""
     children = measured.stages.layers[layer].children()
     norms = [c for c in children if {p.ndim for p in c.parameters()} == {1}]
     return len(norms) <= 2
@@ -551,7 +551,7 @@ class _Outside:
         piece: int = 1,
         fresh: Sequence[nn.Parameter] = (),
     ) -> CellPass:
-        """Run and measure one instruction; `fresh` are parameters whose sums it begins."""
+        """Run and measure one instruction; gradient sums of `fresh` parameters do not exist yet."""
         measured = self.measured
         _set_sums(self.parameters, exist=True)
         _set_sums(fresh, exist=False)
@@ -576,8 +576,7 @@ class _Outside:
         return CellTape(meter).read()
 
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
-        """Return the lines of the head, in tokens of a chunk and of a piece. Remainders are left
-        out, since whole pieces hold more."""
+        """Return the head's peak bytes, as a function of the tokens of a chunk and of a piece."""
         passes = [
             self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
             for tokens, piece in CHUNKS_AND_PIECES

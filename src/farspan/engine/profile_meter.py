@@ -1,6 +1,6 @@
-"""Record a cell's run on the meta device: births and deaths of tensors, products, and bytes moved.
+"""Record a cell's run on the meta device: tensors allocated and freed, products, and bytes moved.
 
-Marks show when attention is called, and when its kernels begin and end.
+Marks in the record say when attention is called, and when its kernels begin and end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ NO_TRAFFIC = (
 
 @dataclass(slots=True)
 class OperationCounts:
-    """Matrix products and memory traffic of one pass, without attention."""
+    """Matrix products and bytes read and written in one forward or backward, without attention."""
 
     products: list[tuple[int, int, int]] = field(default_factory=list)  # inner, outer, rows
     before: int = 0  # products before the attention call
@@ -48,7 +48,7 @@ class OperationCounts:
 
 
 class Meter(Recorder):
-    """Recorder of allocations that also counts matrix products and memory traffic."""
+    """Recorder of allocations that also counts matrix products and bytes read and written."""
 
     def __init__(self) -> None:
         super().__init__(META, in_place=False)
@@ -56,7 +56,7 @@ class Meter(Recorder):
         self.attending = False
 
     def hear(self, launch: Launch) -> None:
-        """Count the traffic of a launch of farspan's kernels: each tensor once."""
+        """Count the bytes that a launch of farspan's kernels reads and writes: each tensor once."""
         if not self.attending:
             self.counts.traffic += sum(_bytes(x) for x in _tensors(launch.arguments.values()))
 
@@ -97,7 +97,7 @@ def _traffic(name: str, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements; an expanded dimension counts once."""
+    """Return the bytes of a tensor's elements; a dimension of stride 0 counts as one element."""
     elements = prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
     return elements * x.element_size()
 
@@ -111,7 +111,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class GroupedProducts(UncompiledMode):
-    """Meta implementation of experts' grouped products in any dtype: torch 2.13 has only bf16."""
+    """Dispatch mode for the matrix products of a mixture of experts on the meta device, in any
+    dtype; torch 2.13 has them for bf16 only."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -126,7 +127,7 @@ class GroupedProducts(UncompiledMode):
 
 
 def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
-    """Return `GroupedProducts` if the model has experts, else a context that costs nothing."""
+    """Return a `GroupedProducts` mode if the model has experts, else a null context."""
     return GroupedProducts() if any(p.ndim > 2 for p in model.parameters()) else nullcontext()
 
 
@@ -135,7 +136,7 @@ def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class MarkedKernel:
-    """aten's flash attention for CPUs, which supports the meta device; it marks when it begins."""
+    """Aten's flash attention for CPUs, which runs on the meta device and records when it begins."""
 
     inner: BlockKernel
     meter: Meter
@@ -173,7 +174,7 @@ class MarkedKernels(AttentionKernels):
 
 
 class MarkedPrefix(KVPrefix):
-    """Earlier K, V that mark when attention has ended."""
+    """K, V of earlier chunks that record when attention has ended."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -184,7 +185,7 @@ class MarkedPrefix(KVPrefix):
 
 
 class MarkedAttention(ChunkAttention):
-    """Attention of a cell that marks when the model calls it."""
+    """Attention function of a cell that records when the model calls it."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -216,7 +217,7 @@ class MarkedContext(AttentionContext):
 
 
 class NoSums(GradientAccumulator):
-    """Gradient sums that are allocated but never added to."""
+    """Gradient accumulator that allocates sums but adds nothing to them."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class NoSums(GradientAccumulator):
 
 @dataclass(frozen=True, slots=True)
 class SparedLayers(Layers):
-    """Layers that skip their last product if their output is unread."""
+    """Layers that skip their last matrix product if `unread` is set."""
 
     linears: AccumulatingLinears
     unread: bool
@@ -243,8 +244,8 @@ class SparedLayers(Layers):
 
 @dataclass(slots=True)
 class CellPass:
-    """Measurements of a forward or a backward: bytes alive after each allocation, by the mark
-    before it, and bytes alive at each mark."""
+    """Measurements of a cell's forward or backward: bytes alive at each mark, and after each
+    allocation since a mark, by the mark's name."""
 
     moments: dict[str, list[int]]
     marks: dict[str, int]
@@ -253,7 +254,7 @@ class CellPass:
 
 @dataclass(slots=True)
 class CellTape:
-    """Reader of the recorder's events, one pass at a time."""
+    """Reader of the meter's record; each `read` returns the events since the last one."""
 
     meter: Meter
     live: int = 0
@@ -283,8 +284,8 @@ Lengths = Sequence[tuple[int, ...]]
 
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
-    """Return the line through sizes at two lengths; or a plane through sizes at three pairs (chunk,
-    piece), of which one changes at a time."""
+    """Return the line through sizes at two lengths, or the plane through sizes at three lengths
+    (tokens of chunk and of piece), each of which differs from the previous one in one number."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]
@@ -295,9 +296,8 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
 
 
 def peak_of(lengths: Lengths, passes: Sequence[list[int]]) -> Peak:
-    """Return one line per allocation if all lengths have equally many, else one line through the
-    peaks. Lines that fall as pieces grow are of remainders, and left out: whole pieces hold
-    more."""
+    """Return one line for each allocation if all lengths have equally many, else one line through
+    the peaks. Lines that fall as pieces grow are of remainders, and left out: pieces need more."""
     if len({len(moments) for moments in passes}) == 1:
         lines = (line_of(lengths, sizes) for sizes in zip(*passes, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)

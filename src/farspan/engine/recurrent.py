@@ -1,11 +1,11 @@
-"""Run cells of layers without attention: recurrent ones, whose state passes from chunk to chunk,
-and bare feed-forwards.
+"""Run cells of layers without attention: recurrent layers, whose state passes from chunk to chunk,
+and feed-forward layers.
 
-A chunk's state lies where K, V of its tokens would (program.layout). A cell reads the state that
-the previous chunk left and, except in the last chunk, leaves its own; its backward reads the
-gradient of the state it left, and adds to that of the state it read. Documents that end within a
-chunk cut it into pieces: only the first of a row continues from the previous chunk, and only the
-last passes a state on.
+A chunk's state is stored where attention layers have K, V of its tokens (program.layout). A cell
+reads the state that the previous chunk left and, except in the last chunk, leaves its own state;
+its backward reads the gradient of the state it left, and adds to that of the state it read.
+Documents that end within a chunk cut it into pieces: only the first piece of a row continues from
+the previous chunk, and only the last passes a state on.
 
 Shapes. A state is [B, ...] in its own dtype; in a buffer it is stored in the rows [T, B, row] of
 its chunk, from their first element on, in the model's or the accumulate dtype.
@@ -35,7 +35,7 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _DocumentPiece:
-    """Tokens [start, stop) of one document, in batch rows that are cut alike."""
+    """Tokens [start, stop) of one document, in batch rows whose documents have the same bounds."""
 
     rows: slice
     start: int
@@ -46,7 +46,7 @@ class _DocumentPiece:
 
 @dataclass(slots=True)
 class RecurrentCell:
-    """Cell of a recurrent layer, from its forward to its backward."""
+    """Cell (layer, chunk) of a recurrent layer, from its forward to its backward."""
 
     spec: LayerSpec
     layer: nn.Module
@@ -61,7 +61,7 @@ class RecurrentCell:
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Return whether documents cut the chunk, so its saved bytes are not known in advance."""
+        """Return whether a document ends inside the chunk: saved bytes may then exceed the plan."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -98,13 +98,13 @@ class RecurrentCell:
         self.after = {s.name: _joined([x[s.name] for x in handed], 0) for s in self.spec.state}
 
     def seal(self) -> None:
-        """Drop the tensors of states after the forward; graph edges stay for the backward."""
+        """Drop states after the forward; their graph edges stay for the backward."""
         if any(state.requires_grad for state in self.after.values()):
             self.edges = [get_gradient_edge(self.after[s.name]) for s in self.spec.state]
         self.before, self.after = {}, {}
 
     def forget(self) -> None:
-        """Drop the graph's inputs and edges; the backward builds the graph again."""
+        """Drop the graph's inputs and edges, if the backward will build the graph again."""
         self.graph_inputs, self.edges = [], []
 
     def _states(self, piece: _DocumentPiece) -> RecurrentStates:
@@ -127,7 +127,7 @@ class RecurrentCell:
 
 @dataclass(slots=True)
 class Recurrent:
-    """Context of all recurrent cells in one run of a program."""
+    """Context that all recurrent cells in one run of a program share."""
 
     stages: CausalLMStages
     program: Program
@@ -138,7 +138,7 @@ class Recurrent:
     calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
     def cell(self, i: Forward) -> RecurrentCell:
-        """Return the cell of a forward, with the state that the previous chunk left."""
+        """Return the cell of a forward, with the state that the previous chunk left in a buffer."""
         return RecurrentCell(
             self.program.model.layers[i.layer],
             self.stages.layers[i.layer],
@@ -151,12 +151,12 @@ class Recurrent:
         )
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
-        """Return the function that runs a cell's forward again for its backward."""
+        """Return a function that runs a cell's forward again, for its backward."""
         cell.before = self._before(i.layer, i.chunk, i.prefix)
         return cell.run
 
     def leave(self, i: Forward, cell: RecurrentCell) -> None:
-        """Write the state that the cell leaves to the rows of its chunk."""
+        """Write the state that the cell leaves for the next chunk to the buffer."""
         if i.write_kv is not None and not self._is_last(i.chunk):
             rows = self.storage.chunk(i.write_kv, i.chunk, i.layer)
             for state in cell.spec.state:
@@ -164,21 +164,21 @@ class Recurrent:
         cell.seal()
 
     def begin_backward(self, i: Backward) -> KVPrefix:
-        """Start fetching the state that the cell read, and the sums of its gradient."""
+        """Start fetching the state that the cell read in its forward, and that state's gradient
+        sums."""
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the edges of the state that the cell left, and its gradients from the next
-        chunk."""
+        """Return the graph edges of the state that the cell left, and its gradients."""
         if self._is_last(i.chunk) or not cell.spec.state:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
         dtype = self.storage.dtype
-        found = [_held(rows[s.name], s).to(state_dtype(s, dtype)) for s in cell.spec.state]
-        return cell.edges, found
+        gradients = [_held(rows[s.name], s).to(state_dtype(s, dtype)) for s in cell.spec.state]
+        return cell.edges, gradients
 
     def add(self, prefix: KVPrefix, i: Backward, cell: RecurrentCell) -> None:
-        """Add the gradient of the state that the cell read to the rows of the previous chunk."""
+        """Add the gradients of the state that the cell read to the previous chunk's sums."""
         if not cell.spec.state or not i.chunk:
             return
         start, stop = self.program.share.keys.rows[i.chunk - 1]
@@ -206,16 +206,16 @@ class Recurrent:
         for span in self._spans(chunk, name):
             parts.append({name: x.flatten().clone() for name, x in prefix.tensors(*span).items()})
         prefix.done()
-        found = {}
+        states = {}
         for state in spec.state:
             flat = _joined([part[state.name] for part in parts], 0)[: batch * prod(state.shape)]
             dtype = state_dtype(state, self.storage.dtype)
-            found[state.name] = flat.view(batch, *state.shape).to(dtype)
-        return found
+            states[state.name] = flat.view(batch, *state.shape).to(dtype)
+        return states
 
     def _pieces(self, layer: int, chunk: int) -> Iterator[_DocumentPiece]:
-        """Yield the documents of a chunk row by row; rows that are cut at the same tokens come
-        together. A layer without state ignores documents."""
+        """Yield the chunk's pieces of one document each, row by row; rows with the same bounds come
+        together. Layers without a state run over all documents at once."""
         start, stop = self.program.chunks[chunk]
         rows, first = self.attention.runs(chunk), 0
         if rows is None or not self.program.model.layers[layer].state:
@@ -229,7 +229,7 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the arguments of a layer for one piece, of `tokens` or one token less."""
+        """Return the arguments of a layer's call on `tokens` tokens: a piece, and maybe padding."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens
@@ -251,7 +251,7 @@ class Recurrent:
         return prefix
 
     def _spans(self, chunk: int, name: str) -> list[Span]:
-        """Return the rows of the previous chunk, in blocks if they are on the host."""
+        """Return the token range of the previous chunk; if on the host, in blocks to fetch."""
         start, stop = self.program.share.keys.rows[chunk - 1]
         if self.program.buffers[name].tier is Tier.DEVICE:
             return [(start, stop)]
@@ -264,7 +264,7 @@ class Recurrent:
 
 
 def _held(rows: Tensor, state: StateTensor) -> Tensor:
-    """Return a view of the state at the start of a chunk's rows, [T, B, row]."""
+    """Return a view of a layer's state, stored from the first element of a chunk's rows on."""
     batch = rows.shape[1]
     return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
 

@@ -1,4 +1,4 @@
-"""Compute exact results by plain full-sequence autograd of the model."""
+"""Compute a model's exact loss, logits and gradients by plain full-sequence autograd."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ Attention = Callable[..., Tensor]  # the signature of `reference`
 
 @runtime_checkable
 class OfLayers(Protocol):
-    """Attention function that differs by layer."""
+    """Attention function that differs from layer to layer."""
 
     def of(self, module: nn.Module) -> Attention:
-        """Return the attention function of the layer that contains `module`."""
+        """Return the attention function for the layer that contains `module`."""
 
 
 def reference_loss(
@@ -58,8 +58,8 @@ def reference_logits(
     """Return the logits of all tokens by plain full-sequence attention, [batch, tokens, vocab], in
     fp32, or in fp64 for a float64 model. Attention is dense softmax in the model's dtype: Hugging
     Face's eager attention computes its softmax in float32 and cannot tell 1e-8 from 1e-16. Needs
-    memory for N x N scores. A sparse schedule needs its own `attend`. A model with recurrent
-    layers, which ignore documents, runs one document at a time."""
+    memory for N x N scores of N tokens. For a sparse schedule, give its attention function as
+    `attend`. A model with recurrent layers, which ignore documents, runs one document at a time."""
     stages = CausalLMStages(model)
     batch = make_inputs(input_ids, input_ids.long(), document_ids, stages.vocab)
     documents, calls = document_ids, 0
@@ -124,32 +124,32 @@ class Approximation:
 
 @dataclass(slots=True)
 class Function:
-    """The function that a step computes, as plain autograd computes it too. This class is dense
-    attention; sparse attention overrides it."""
+    """Attention function that a step computes, for plain autograd to compute as well. This class is
+    dense attention; sparse attention overrides its methods."""
 
     schedule: Schedule
     dtype: torch.dtype  # of the step
 
     def exact(self) -> Attention:
-        """Return the attention function in float64; it runs before `again`."""
+        """Return the attention function for the float64 reference; call before `again`."""
         return reference
 
     def again(self) -> Attention:
-        """Return the same attention function for the model's own dtype."""
+        """Return the attention function in the model's dtype, for plain autograd after `exact`."""
         return self.exact()
 
     def in_double(self) -> Self:
-        """Return this function for a float64 step of the same schedule."""
+        """Return the object for a float64 step of the same schedule."""
         return replace(self, dtype=torch.float64)
 
     def selector(self, *_: Any, **__: Any) -> GivenSelector | None:
-        """Return the selector of pages for a step, or None for dense attention."""
+        """Return the function that chooses pages in the compared step; None: dense attention."""
         return None
 
     def rule(self) -> str:
-        """Return words on the comparison, to end the description of an error limit."""
+        """Return words about sparse attention that end the description of an error limit."""
         return ""
 
     def approximation(self, *_: Any, **__: Any) -> Approximation | None:
-        """Return the errors against dense attention, or None if the step is dense."""
+        """Return a sparse step's errors against dense attention; None for a dense step."""
         return None

@@ -1,4 +1,4 @@
-"""Run programs one at a time, on memory, lanes and weights: the part of a step that has no face."""
+"""Run the programs of a step one at a time: reserve memory, place weights, start copy streams."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -39,7 +39,7 @@ PROGRAMS_KEPT = 8  # of the latest shapes; one has up to 345,000 objects at 1M t
 
 @dataclass
 class PreparedProgram:
-    """A program with results that its steps share, computed on first use."""
+    """A program with tables derived from it, which are computed on first use."""
 
     program: Program
     storage: ProgramBuffers
@@ -47,24 +47,24 @@ class PreparedProgram:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Waits between lanes of each instruction, if copies overlap with computation."""
+        """Earlier instructions that each instruction has to wait for, if copies run in parallel."""
         return waits(self.program)
 
     @cached_property
     def unread(self) -> frozenset[Cell]:
-        """Cells whose output no instruction reads, so only their graphs are needed."""
+        """Cells (layer, chunk) whose output no instruction reads: only their graph is needed."""
         return unread_outputs(self.program)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """FLOP of each cell and head, by instruction."""
+        """FLOP of each cell and each chunk of the head, in the order of instructions."""
         cells = (i for i in self.program.instructions if isinstance(i, CELLS))
         return tuple(work_of(self.program, i) for i in cells)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a step. Later chunks see more keys, so `work` tells the time left."""
+    """Progress of a step. Time is proportional to `work`: later chunks attend to more keys."""
 
     cells_done: int
     cells: int
@@ -74,7 +74,7 @@ class Progress:
 
 @dataclass(slots=True)
 class StepMemory:
-    """Arenas in which programs run one at a time; several steps may share them in turn."""
+    """Memory of steps, an arena per tier. Steps that share it run their programs in turn."""
 
     device: torch.device
     arenas: dict[Tier, Arena]
@@ -83,7 +83,7 @@ class StepMemory:
 
     @classmethod
     def on(cls, device: torch.device, given: Self | None = None) -> Self:
-        """Return the memory (an arena per tier) for a step on this device: `given`, which steps may
+        """Return memory (an arena per tier) for a step on this device: `given`, which steps may
         share, or new, empty memory. Raises UnsupportedError if `given` is on another device."""
         if given is not None and given.device != device:
             raise UnsupportedError(
@@ -95,7 +95,7 @@ class StepMemory:
 
 @dataclass(slots=True)
 class Runner:
-    """Runs programs for the calls of a step: holds their memory, copy lanes and observers."""
+    """Runner of the programs of one step object: has their memory, copy streams and callbacks."""
 
     memory: StepMemory
     overlap: bool | None  # copies run in parallel with the computation; None: on CUDA
@@ -118,12 +118,12 @@ class Runner:
 
     @property
     def seen(self) -> Seen | None:
-        """Share of dense attention's mass on the keys that the chosen pages keep, in the latest
-        cell that measured it; None if every key was seen. The CPU waits for the result."""
+        """Share of the attention weight that falls on keys in the chosen pages, for the latest cell
+        that measured it; None if all keys were used. The CPU waits for the result."""
         return None if self._seen is None else self._seen()
 
     def follow(self, model: PreparedModel) -> None:
-        """Move to the device on which the model computes now."""
+        """Use new memory if the prepared model now computes on another device."""
         if model.stages.device != self.memory.device:
             self._compute_on(StepMemory.on(model.stages.device))
             model.programs.clear()  # of an earlier time on this device, in memory that is gone
@@ -131,8 +131,8 @@ class Runner:
     def program(
         self, model: PreparedModel, batch: int, tokens: int, *, evaluation: bool, is_cut: bool
     ) -> PreparedProgram:
-        """Return the program of a step of this shape, built once. With `is_cut`, forward and
-        backward run separately."""
+        """Return the program for batches of this shape, building it on first use. With `is_cut`,
+        forward and backward run separately."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         cut = Cut.AFTER_HEAD if is_cut else model.spec.cut(Objective())
@@ -163,7 +163,7 @@ class Runner:
     def run(
         self, model: PreparedModel, prepared: PreparedProgram, inputs: StepInputs, count: int
     ) -> Tensor:
-        """Run a whole program and return the mean loss, the sum divided by `count`."""
+        """Run a whole program and return the mean loss: the sum over tokens, divided by `count`."""
         gradients, program = accumulator(model), prepared.program
         routers = inputs.routers
         with self.issuing(model, program, gradients, inputs):
@@ -192,8 +192,8 @@ class Runner:
         *,
         resumes: bool = False,
     ) -> Iterator[None]:
-        """Run the body with memory, weights and lanes ready for a program. A program that `resumes`
-        after its forward finds its memory unchanged."""
+        """Run the body with memory reserved and weights in place for a program. With `resumes` the
+        program continues after its forward, and finds its memory unchanged."""
         memory = self.memory
         if memory.is_running:
             raise RuntimeError("step: a Step with this memory is running; use one with its own")
@@ -237,7 +237,6 @@ class Runner:
         head: LossHead | ValueHead,
         gradients: GradientAccumulator,
     ) -> Interpreter:
-        """Return the interpreter of a program on a batch."""
         prepared.storage.copies = self.copies  # others while recording or replaying
         return Interpreter(
             stages=model.stages,
@@ -257,7 +256,7 @@ class Runner:
         )
 
     def _reserve(self, model: PreparedModel, program: Program) -> None:
-        """Reserve the arenas. Raises UnsupportedError on all ranks if one has too little memory."""
+        """Reserve the arenas. Raises UnsupportedError on all ranks if one rank lacks memory."""
         arenas, sizes = self.memory.arenas, program.arena_bytes
         grows = {tier: sizes[tier] - arena.nbytes for tier, arena in arenas.items()}
         on_cpu = self.memory.device.type == "cpu"
@@ -286,14 +285,14 @@ class Runner:
 
 
 def accumulator(model: PreparedModel) -> GradientAccumulator:
-    """Return the gradient accumulator of a call."""
+    """Return an accumulator for one call's gradients of weights, summed over ranks if sharded."""
     sharded = model.sharded
     hooked = () if sharded else (p for p in model.stages.model.parameters() if is_hooked(p))
     return GradientAccumulator(None if sharded is None else sharded.reduce, hooked)
 
 
 def _received(model: PreparedModel, gradients: GradientAccumulator) -> list[nn.Parameter]:
-    """Return the user's parameters to whose `.grad` a call has added."""
+    """Return the user's parameters to whose `.grad` the latest call added a gradient."""
     if model.weights is not None:
         return model.weights.received()
     if model.sharded is None:
@@ -320,7 +319,7 @@ def _layers(
 
 
 class Counter:
-    """Callback that reports progress after each instruction of a program."""
+    """Callback that reports progress after each cell of a program."""
 
     def __init__(
         self, prepared: PreparedProgram, progress: Callable[[Progress], None] | None

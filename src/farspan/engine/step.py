@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class _OfPart(Generic[Value]):
-    """Attribute of a step that reads the attribute of one of its parts, at a dotted path."""
+    """Attribute that reads and writes an attribute of a step's part, such as `runner.progress`."""
 
     def __init__(self, path: str) -> None:
         self._found = attrgetter(path)
@@ -166,8 +166,8 @@ class Step:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule; if the planner chooses, that of the latest call. Raises UnsupportedError
-        before the planner has chosen."""
+        """The schedule; if the planner chooses, the one that the latest call ran. Raises
+        UnsupportedError before the planner has chosen."""
         if self._calls.models.schedule is None:
             raise UnsupportedError("schedule: auto has not chosen yet; call the step first")
         return self._calls.models.schedule
@@ -176,17 +176,17 @@ class Step:
         return {tier: arena.nbytes for tier, arena in self.arenas.items()}
 
     def release(self) -> None:
-        """Free the arenas' memory; the next step allocates it again."""
+        """Free the memory of the arenas; the next step allocates it again."""
         self._calls.release()
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
-        """Return the program that a step of this shape runs."""
+        """Return the program that a step runs for a batch of this shape."""
         return self.prepared(batch, tokens, evaluation=evaluation).program
 
     def prepared(
         self, batch: int, tokens: int, *, evaluation: bool = False, is_cut: bool = False
     ) -> PreparedProgram:
-        """Return the program of a step of this shape with its cached results. With `is_cut`,
+        """Return the program for a batch of this shape, with its cached tables. With `is_cut`,
         forward and backward run separately."""
         return self._calls.prepared(None, batch, tokens, evaluation=evaluation, is_cut=is_cut)
 
@@ -231,7 +231,7 @@ class Step:
         weights: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of a step without gradients; arguments as for a step."""
+        """Return the loss that a step would return, without gradients; takes the same arguments."""
         given = input_ids, labels, document_ids, weights, attention_mask
         return self.runner.run(*self._calls.ready("evaluate", given, trained_tokens, trains=False))
 
@@ -268,24 +268,25 @@ class Step:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return log-probabilities of labels, in fp32 (fp64 for a float64 model).
 
-        If gradients are enabled the result is an ordinary tensor: compute any loss from it and call
-        `backward()`, which adds to `.grad` of every trainable parameter. The forward's kept tensors
-        stay in the step's memory until then; another call before the backward takes that memory,
-        and the backward runs the forward again, which is logged. All ranks get the whole result,
-        and gradients are summed over replicas along `data`.
+        If gradients are enabled, the result is an ordinary tensor with a graph: compute a loss from
+        it and call `backward()`, which adds to `.grad` of every trainable parameter. Until then,
+        tensors of the forward stay in the step's memory. Another call before the backward takes
+        that memory: then the backward runs the forward again, and logs it. All ranks get the whole
+        result; gradients are summed over replicas along `data`.
 
         Args:
-            labels: [batch, tokens], or [batch, tokens, k] for k ids a token; None: the tokens
-                themselves.
+            input_ids: Token ids [batch, tokens].
+            labels: [batch, tokens], or [batch, tokens, k] for k ids per token; None: `input_ids`.
+            document_ids: The document of each token [batch, tokens], as in a step.
             temperature: Divides the logits.
             entropy: Also return the entropy of each token's distribution, [batch, tokens].
 
         Returns:
-            In the shape of labels, the log-probability of the next token's label; 0 without one or
-            for -100.
+            In the shape of labels, the log-probability of the next token's label; 0 where the label
+            is -100, and for the last token of a document.
 
         Raises:
-            RuntimeError: In a backward after the weights have changed.
+            RuntimeError: In the backward, if the weights have changed since the forward.
         """
         with self._calls.agreement("logprobs") as same:
             if not isinstance(temperature, int | float) or not temperature > 0:
@@ -309,9 +310,8 @@ class Step:
         k: int,
         vocab: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the k likeliest next ids of each token and their log-probabilities, without
-        gradients. Both are [batch, tokens, k], ids int64, such as a student is distilled from. With
-        `vocab` only the first `vocab` ids count."""
+        """Return each token's k most likely next ids (int64) and their log-probabilities, both
+        [batch, tokens, k], without gradients, for distillation. Only ids below `vocab` count."""
         with self._calls.agreement("top_logprobs") as same:
             function = TopIds(k=k, vocab=vocab)
             asked = ask(self._calls, same, function, input_ids, input_ids.long(), document_ids)
@@ -324,11 +324,14 @@ class Step:
         targets: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the values of `head` for every token, [batch, tokens, k], with gradients as
-        `logprobs`. The head is called on some tokens at a time, with their hidden states after the
-        model's final norm [n, hidden] and their `targets` [n, ...] (from [batch, tokens, ...], not
-        shifted; None: the tokens), and returns [n, k]. If it is an `nn.Module` its parameters are
-        trained too. Raises UnsupportedError without a head."""
+        """Return the output of `head` for every token, [batch, tokens, k], with gradients as
+        `logprobs`.
+
+        The step calls the head on n tokens at a time, with their hidden states after the model's
+        final norm [n, hidden] and their `targets` [n, ...]; it returns [n, k]. `targets` are
+        [batch, tokens, ...], not shifted; None: the token ids. Parameters of an `nn.Module` are
+        trained too. Raises UnsupportedError if the step has no head.
+        """
         with self._calls.agreement("values") as same:
             if self.head is None:
                 raise UnsupportedError("head: this Step has none; give Step(..., head=function)")

@@ -4,7 +4,7 @@
     compute              group 0                           | group 1
     evict                                                    (backward)  gradients 1 |
 
-A model's parameters stay the same objects, in one slab of main memory, which is locked if a GPU
+A model's parameters stay the same objects, in one block of main memory, which is locked if a GPU
 copies from it. While a step runs, modules have other parameters instead: views of slots of the
 program's device arena, one for the groups of even numbers and one for those of odd numbers, so that
 the next group arrives while this one computes. A parameter keeps its address in its slot during a
@@ -17,8 +17,9 @@ the order, and to the bits, of a step whose gradients stay on the device. Each o
 all weights in its own main memory; ranks' sums are added before eviction, and those of earlier
 batches after that.
 
-An update may still be running when the next step begins (`await_update`): a unit is fetched after
-its update. No gradient is evicted before that, since every group runs forward first.
+An update may still be running when the next step begins (`await_update`): a unit (the parameters of
+one layer, or those outside the layers) is fetched after its update. No gradient is evicted before
+that, since every group runs forward first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +61,7 @@ from farspan.spec import ModelSpec, Tier, UnsupportedError
 
 @dataclass(slots=True)
 class _Streamed:
-    """A parameter whose weights are in main memory and are copied to slots for each pass."""
+    """A parameter in main memory whose weights are copied to slots for each pass of its group."""
 
     own: nn.Parameter  # the user's parameter, in main memory
     used: nn.Parameter  # the modules' parameter during a step, in a slot
@@ -74,8 +75,7 @@ class _Streamed:
     norm: Tensor | None = None  # L2 norm of `home`, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
-        """Return views of the parameter's tensors in an arena, for a unit that begins at
-        `start`."""
+        """Return views of the parameter's tensors in an arena; its unit begins at byte `start`."""
         parts = zip(self.offsets, parts_of(self.own), strict=True)
         return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
 
@@ -85,7 +85,7 @@ class _Streamed:
 
 @dataclass(slots=True)
 class _StreamedUnit:
-    """Parameters that are copied together: one layer, or all modules outside the layers."""
+    """Parameters that are copied together: those of one layer, or all outside the layers."""
 
     parameters: list[_Streamed] = field(default_factory=list)
     size: int = 0  # bytes of the weights
@@ -95,9 +95,9 @@ class _StreamedUnit:
     updated: "Future[None] | None" = None  # the running update of this unit
 
     def lay_out(self) -> None:
-        """Assign offsets without gaps. Parameters are placed by the largest power of two that
-        divides their bytes, up to 4 KiB, largest first: so each begins where the widest loads can,
-        whatever the dtypes."""
+        """Assign each parameter an offset, without gaps. Parameters are placed by the largest power
+        of two that divides their bytes, up to 4 KiB, largest first: so each begins where the widest
+        loads can, whatever the dtypes."""
         sizes = [(p, [part.nbytes for part in parts_of(p.own)]) for p in self.parameters]
         for p, of in sizes:
             p.offsets = [0] * len(of)
@@ -109,7 +109,7 @@ class _StreamedUnit:
         self.size, self.sum_size = (-(-n // _LOAD) * _LOAD for n in (self.size, self.sum_size))
 
     def settle(self) -> None:
-        """Wait until a running update has finished this unit. Raises the update's error."""
+        """Wait for the optimizer's update of this unit, if one runs. Raises the update's error."""
         updated, self.updated = self.updated, None
         if updated is not None:
             updated.result()
@@ -117,7 +117,7 @@ class _StreamedUnit:
 
 class StreamedWeights:
     """Weights of a model in main memory, copied to the device layer by layer. Unit l is layer l,
-    the last unit everything outside. The first step with gradients allocates memory for them."""
+    the last unit all modules outside. The first step with gradients allocates their memory."""
 
     def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Move the model to main memory, in place; steps compute on the device of `stages`. Raises
@@ -172,7 +172,6 @@ class StreamedWeights:
             start += aligned(one.size)
 
     def reserve_sums(self) -> None:
-        """Allocate the memory of gradients."""
         self._sums.reserve(self._sum_bytes())
         start = 0
         for one in self._units:
@@ -183,7 +182,7 @@ class StreamedWeights:
             start += aligned(one.sum_size)
 
     def release(self) -> None:
-        """Let go of the gradients' pinned memory. `.grad`, a view of it, keeps its values."""
+        """Drop and unlock the memory of gradients. A `.grad` that views this memory stays valid."""
         for one in self._units:
             one.settle()
         for p in self._all():
@@ -191,9 +190,9 @@ class StreamedWeights:
         self._sums.release()
 
     def is_of(self, stages: CausalLMStages) -> bool:
-        """Return whether these are the model's weights in its present state. Its modules have
-        exactly these parameters, the same ones are trained, and they still lie here. Another step
-        may have moved them, or the user replaced them."""
+        """Return whether these are the model's weights in its present state: the same parameters in
+        the same modules, the same ones trained, and all in this block of memory. Another step may
+        have moved them, or the user replaced them."""
         here = self._model is stages.model and self.device == stages.device
         if not here or self._layers != list(stages.layers):
             return False
@@ -208,16 +207,15 @@ class StreamedWeights:
         return not known and self.has_all()
 
     def has_all(self) -> bool:
-        """Return whether all parameters still lie here."""
+        """Return whether the values of all parameters are still in this block of memory."""
         return all(_addresses(p.own) == p.addresses for p in self._all())
 
     def is_updating(self) -> bool:
-        """Return whether an update since the last step may still write to weights."""
+        """Return whether an optimizer's update since the last step may still write to weights."""
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """Return the description of the model with each layer's weights and bytes; layers of other
-        pipeline stages count as 0."""
+        """Return the model's description with each layer's weights and bytes on this stage."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
@@ -237,13 +235,13 @@ class StreamedWeights:
         )
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """Return the user's trained parameters by unit, in the order in which a step needs them."""
+        """Return the user's trained parameters by unit, in the order of a step's fetches."""
         units = [*self._units[-1:], *self._units[:-1]]
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
     def norms(self) -> dict[int, Tensor]:
-        """Return the norms of gradients by the id of the user's parameter, as computed on the
-        device. They cover parameters whose `.grad` is the unchanged sum of the latest step."""
+        """Return norms of gradients, by the id of the user's parameter, that the device computed in
+        the latest step: for parameters whose `.grad` is still that step's sum."""
         return {
             id(p.own): p.norm
             for p in self._all()
@@ -251,24 +249,25 @@ class StreamedWeights:
         }
 
     def await_update(self, updated: "Sequence[Future[None]]") -> None:
-        """Make each unit wait for its update before a step reads it, in the order of `trained`."""
+        """Make the next step wait for each unit's future, in the order of `trained`, before it
+        fetches the unit's weights."""
         units = [*self._units[-1:], *self._units[:-1]]
         for one, done in zip(units, updated, strict=True):
             one.updated = done
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, in main memory."""
+        """Bytes of all weights in main memory."""
         return self._weights.nbytes
 
     def gradient_bytes(self) -> int:
-        """Return the bytes of gradients in main memory: sums, and `.grad` where it is narrower."""
+        """Return the main memory for gradients: sums, and each `.grad` of a narrower dtype."""
         trained = [p.own for p in self._all() if p.trained]
         narrow = (p.numel() * gradient_dtype(p).itemsize for p in trained if not _takes_sums(p))
         return self._sum_bytes() + sum(narrow)
 
     def missing_bytes(self) -> int:
-        """Return the bytes of main memory that the next step with gradients allocates for them."""
+        """Return the bytes of main memory that the next step allocates for gradients."""
         return self._sum_bytes() - self._sums.nbytes
 
     def _sum_bytes(self) -> int:
@@ -282,8 +281,7 @@ class StreamedWeights:
 
     @contextmanager
     def in_slots(self, program: Program, device: Arena) -> Iterator[None]:
-        """Run the body with the modules' parameters in the program's slots of the device's arena,
-        and with their buffers on the device."""
+        """Run the body with modules' parameters in device slots, and buffers on the device."""
         self._received.clear()
         self._left.clear()
         if program.trains():
@@ -333,7 +331,7 @@ class StreamedWeights:
                 start_of_sums += one.sum_size
 
     def fetch(self, program: Program, i: Gather, copies: CopyEngine) -> None:
-        """Start copying the weights of a group into its slot."""
+        """Start copying the weights of a group of layers into its slot."""
         for one in self._of(program, i.group, outer=i.outer):
             assert one.memory is not None
             assert one.place is not None
@@ -343,8 +341,8 @@ class StreamedWeights:
     def open(
         self, program: Program, i: Gather, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """Begin the gradient sums of a group in their slot. On a single rank they begin with the
-        value of `.grad` if its dtype allows."""
+        """Set the gradient sums of a group to zero in their slot or, on a single rank, to the value
+        of `.grad` if its dtype allows."""
         alone = program.share.rank.layout.devices() == 1
         for p in self._trained(program, i.group, outer=i.outer):
             assert p.sum is not None
@@ -356,8 +354,8 @@ class StreamedWeights:
     def reduce(
         self, program: Program, group: int, sums: GradientAccumulator, sharded: ShardedParameters
     ) -> None:
-        """Add the gradient sums of a group over ranks, in the order of ranks, then `.grad` if its
-        dtype allows. No copy to or from the sums runs meanwhile."""
+        """Add the gradient sums of a group over ranks, in the order of ranks, then add `.grad` if
+        its dtype allows. No copy may read or write the sums meanwhile."""
         outer = [len(self._units) - 1] * program.closes_outer(group)
         for unit in (*range(*program.groups[group]), *outer):
             own = {p.own: p for p in self._units[unit].parameters if p.trained}
@@ -375,8 +373,8 @@ class StreamedWeights:
     def close(
         self, program: Program, group: int, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """Start copying the gradient sums of a group to main memory. The first group includes the
-        sums of the modules outside the layers."""
+        """Start copying the gradient sums of a group to main memory; the first group's include
+        those of the modules outside the layers."""
         for p in self._trained(program, group, outer=program.closes_outer(group)):
             total = sums.take(p.used)
             if total is not None:
@@ -408,7 +406,7 @@ class StreamedWeights:
         return self._received
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
-        """Return the trained parameters outside the layers as modules have them in a step."""
+        """Return the trained parameters outside the layers, as modules have them during a step."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:
@@ -421,7 +419,7 @@ class StreamedWeights:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Yield each buffer, such as a rotary table, with its name and the table of its module. Buffers
+    """Yield each buffer, such as a rotary table, with its name and its module's dictionary. Buffers
     of other pipeline stages are left out."""
     for module in model.modules():
         table = module._buffers
@@ -433,8 +431,8 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], st
 def computing_device(
     current: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
 ) -> torch.device:
-    """Return the device on which a step computes, with its index: `wanted`, if weights come from
-    main memory, else the model's `current` one. Raises UnsupportedError."""
+    """Return the device, with its index, on which a step computes: `wanted` if weights are streamed
+    from main memory, else the model's `current` device. Raises UnsupportedError."""
     device = current if wanted is None else torch.empty(0, device=wanted).device
     if device != current and ranks is not None:
         raise UnsupportedError(
@@ -458,12 +456,12 @@ _LOAD = 16  # bytes, the widest load of a kernel
 
 
 def _divides(size: int) -> int:
-    """Return a sort key that is smaller for multiples of larger powers of two, up to 4 KiB."""
+    """Return a sort key that puts multiples of larger powers of two, up to 4 KiB, first."""
     return -(size & -size & 4095 or 4096)
 
 
 def _adds_at_once(parameter: nn.Parameter) -> bool:
-    """Return whether a step's gradient sums can begin with the value of `.grad`."""
+    """Return whether a step's gradient sums may begin with the value of `.grad`."""
     return _takes_sums(parameter) and not is_hooked(parameter)
 
 

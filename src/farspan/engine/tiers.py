@@ -1,9 +1,9 @@
-"""Hold the memory of both tiers, device and host, in one arena each, and copy between them.
+"""Allocate the memory of both tiers, device and host, as one arena each, and copy between the two.
 
 Every buffer is a view of an arena at a planned address. `CopyEngine` owns the copies and the
-streams they run on. It has three lanes: one computes, one fetches, one evicts. Work on a lane runs
-in the order of issue; only events tie lanes together, one for each instruction, or staging buffer
-and generation, that another lane waits for. The CPU never waits inside a step.
+streams they run on. It has three lanes (queues that run in order): one computes, one fetches, one
+evicts. Only events tie lanes together, one for each instruction, or staging buffer and generation,
+that another lane waits for. The CPU never waits inside a step.
 
     compute   F(0,0) --o        F(0,1)          o: an event recorded, v: waited for
     evict              v-- kv ----o
@@ -59,10 +59,10 @@ PAGEABLE = (
 
 
 class Arena:
-    """Memory of one tier, in which one program's buffers lie.
+    """Memory of one tier (device or host), in which one program's buffers are views.
 
-    Invariant: the block never moves while views of it are alive; `reserve` and `release` may only
-    be called between steps.
+    Invariant: the block never moves while views are alive; `reserve` and `release` may only be
+    called between steps.
     """
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
@@ -79,13 +79,13 @@ class Arena:
 
     @property
     def is_pageable(self) -> bool:
-        """True if main memory for a GPU's copies could not be locked."""
+        """True if this is main memory for a GPU's copies that could not be locked."""
         return self._cuda is not None and self.nbytes > 0 and self._unlock is None
 
     def reserve(self, size: int) -> None:
-        """Hold at least `size` bytes; a large enough block stays. The content is undefined. For a
-        GPU's copies the block is locked: in place, or by torch's allocator if that has room; if
-        both fail it is pageable, with a warning."""
+        """Allocate at least `size` bytes, unless the present block is large enough. The content is
+        undefined. For a GPU's copies the block is locked: in place, or by torch's allocator if that
+        has room; if neither works it is pageable, with a warning."""
         if size > self.nbytes:
             self.release()  # free first: both would not fit
             if self._cuda is None:
@@ -112,7 +112,7 @@ class Arena:
     def view(
         self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool = False
     ) -> Tensor:
-        """Return a contiguous tensor at `address` bytes.
+        """Return a contiguous tensor that begins at byte `address` of the arena.
 
         Each view has its own version counter: autograd may save a view, and a write to another
         buffer of the same block must not make it look modified.
@@ -142,7 +142,7 @@ class Arena:
 
 
 class _Locked:
-    """Wrapper of locked pages as a CUDA array, which a device accesses in place."""
+    """Wrapper by which torch sees locked host pages as a CUDA array, to access in place."""
 
     def __init__(self, block: Tensor) -> None:
         self.block = block
@@ -158,8 +158,8 @@ Unlock = Callable[[], None]
 
 
 def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
-    """Return main memory of `size` bytes and its unlock function, or None if it is not locked.
-    Raises MemoryError."""
+    """Allocate `size` bytes of main memory, locked if possible. Return the memory and its unlock
+    function, None if it is not locked. Raises MemoryError."""
     block = pages(size)
     _touch(block)
     try:
@@ -182,21 +182,21 @@ def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
 
 
 def allocate_pinned(size: int) -> Tensor:
-    """Allocate bytes through torch's pinned allocator, rounded up to a power of two and cached when
-    freed. Raises RuntimeError."""
+    """Allocate bytes by torch's pinned allocator, which rounds up to a power of two and caches
+    freed memory. Raises RuntimeError."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _give_back_pinned() -> None:
-    """Free unused pinned memory, which torch would cache."""
+    """Free the unused pinned memory that torch has cached."""
     empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
     (empty or torch.accelerator.empty_host_cache)()
 
 
 def pages(size: int) -> Tensor:
     """Allocate whole pages of main memory for `size` bytes. Locking works on pages, and two blocks
-    that share one cannot both be locked. The storage begins with the first page, since torch looks
-    there for whether a tensor is locked. Raises MemoryError."""
+    that share one cannot both be locked. The storage begins with the first page, where torch looks
+    whether a tensor is locked. Raises MemoryError."""
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         memory = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -208,9 +208,9 @@ def pages(size: int) -> Tensor:
 
 
 def _touch(block: Tensor) -> None:
-    """Touch all pages, so that they exist before they are locked. Locking unwritten memory takes
-    page after page of 4 KiB on one thread; here all of torch's threads touch them, 2 MiB at a time
-    where the kernel grants that: 2.3 GB/s instead of 0.5 on two cores."""
+    """Write to all pages, so that they exist before they are locked. Locking unwritten memory takes
+    page after page of 4 KiB on one thread; here all of torch's threads touch pages, 2 MiB at a time
+    where the operating system allows: 2.3 GB/s instead of 0.5 on two cores."""
     with suppress(AttributeError, OSError, TypeError):  # a system without it
         advise = ctypes.CDLL(None).madvise
         advise(*map(ctypes.c_size_t, (block.data_ptr(), block.numel())), mmap.MADV_HUGEPAGE)
@@ -218,8 +218,8 @@ def _touch(block: Tensor) -> None:
 
 
 def _pin(block: Tensor, device: torch.device) -> None:
-    """Lock pages for copies. torch's own pinned allocator would round the size up to a power of 2
-    and cache it when freed: 70 GB would take 128."""
+    """Lock a block's pages for copies. torch's pinned allocator would round the size up to a power
+    of 2 and cache freed memory: 70 GB would take 128."""
     with torch.cuda.device(device):
         status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
     if int(status) != 0:
@@ -241,11 +241,10 @@ PROGRAMS, TILE_BYTES = 32, 2**14
 
 
 class CopyEngine:
-    """Copies tensors between device and host, and counts the bytes of each direction."""
+    """Copier of tensors between device and host, which counts the bytes of each direction."""
 
     def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
-        """With `overlap` copies run on separate streams. Raises UnsupportedError on other devices
-        than CUDA."""
+        """With `overlap`, copies run on their own streams. Raises UnsupportedError without CUDA."""
         if overlap and device.type != "cuda":
             raise UnsupportedError(
                 f"overlap: copies can overlap only on CUDA, not on {device}; leave overlap unset"
@@ -267,13 +266,13 @@ class CopyEngine:
     # -- copies ----------------------------------------------------------------------------------
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy from host to device."""
+        """Copy a tensor from host to device on the fetch stream."""
         with self.on(Lane.FETCH):
             target.copy_(source, non_blocking=self._is_locked(source))
         self.fetched += source.nbytes
 
     def evict(self, target: Tensor, source: Tensor) -> None:
-        """Copy from device to host."""
+        """Copy a tensor from device to host on the evict stream."""
         with self.on(Lane.EVICT):
             target.copy_(source, non_blocking=self._is_locked(target))
         self.evicted += source.nbytes
@@ -284,7 +283,7 @@ class CopyEngine:
     # -- rows of host memory that the device reads and writes in place ---------------------------
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Copy n rows of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
+        """Copy rows of a host tensor (`Arena.view`, mapped) to the device, [n, D], contiguous."""
         with self.on(Lane.FETCH):
             wide, source = _wide(target, source)
             if source.device != wide.device:
@@ -296,7 +295,7 @@ class CopyEngine:
         self.fetched += target.nbytes
 
     def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Add values [n, D] on the device to n distinct rows of a mapped host tensor."""
+        """Add device values [n, D] to n distinct rows of a host tensor (`Arena.view`, mapped)."""
         with self.on(Lane.EVICT):
             if total.device != values.device:
                 total.index_add_(0, rows.cpu(), values.cpu())
@@ -308,13 +307,12 @@ class CopyEngine:
         self.evicted += values.nbytes
 
     def note(self, target: Tensor, source: Tensor) -> None:
-        """Copy within the device on the fetch lane, after the fetches issued so far."""
+        """Copy a tensor within the device on the fetch stream, after the fetches issued so far."""
         with self.on(Lane.FETCH):
             target.copy_(source)
 
     def read(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start copying a small tensor to the CPU. Returns a function that waits for the copy and
-        returns the tensor."""
+        """Start copying a small tensor to the CPU; return a function that waits and returns it."""
         if tensor.device.type == "cpu":
             return lambda: tensor
         try:
@@ -333,7 +331,7 @@ class CopyEngine:
         return arrived
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Run the body's operations on a lane's stream."""
+        """Run the body's operations on the stream of a lane: compute, fetch or evict."""
         stream = self._streams.get(lane)
         if stream is None:
             return nullcontext()
@@ -352,19 +350,18 @@ class CopyEngine:
     # -- order -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Fork the lanes' streams from the caller's. See Note: [Lanes fork and join at a step's
-        ends]."""
+        """Make the copy streams wait for all work issued so far on the caller's stream."""
         computed = self.record(Lane.COMPUTE)
         for lane in self._streams:
             self.wait(lane, computed)
 
     def end(self) -> None:
-        """Let the caller's stream wait for the lanes, after the last instruction was issued."""
+        """Make the caller's stream wait for all copies issued so far."""
         for lane in self._streams:
             self.wait(Lane.COMPUTE, self.record(lane))
 
     def record(self, lane: Lane) -> Any:
-        """Return an event after all work issued on a lane so far."""
+        """Return an event that follows all work issued on a lane so far; None without overlap."""
         if not self.overlap:
             return None
         event = torch.cuda.Event()
@@ -372,7 +369,7 @@ class CopyEngine:
         return event
 
     def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
-        """Make later work on a lane wait for an event, to prevent `hazard`; None is no event."""
+        """Make later work on a lane wait for an event, if not None. The hazard names the reason."""
         if self.overlap and event is not None:
             self._stream(lane).wait_event(event)
 
@@ -380,15 +377,14 @@ class CopyEngine:
         return self._streams.get(lane) or torch.cuda.current_stream(self.device)
 
     def synchronize(self) -> None:
-        """Make the CPU wait for all copies issued so far."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """View rows [n, D] in the widest elements, 8 bytes at most, that divide them all. A lane that
-    reads single elements of 2 bytes asks the link for 64 bytes at a time, and Triton joins loads
-    only if it knows that rows are aligned."""
+    """View rows [n, D] as rows of larger elements, up to 8 bytes, if all sizes and strides allow. A
+    thread that reads elements of 2 bytes asks the link for 64 bytes at a time, and Triton joins
+    loads only if it knows that rows are aligned."""
     for dtype in (torch.int64, torch.int32):
         if all(_divides(dtype.itemsize // x.element_size(), x) for x in tensors):
             return [x.view(dtype) for x in tensors]
@@ -396,13 +392,13 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether all rows begin and end at multiples of `whole` elements."""
+    """Return whether groups of `whole` elements can be viewed as one element in all rows."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
 def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> None:
-    """Launch kernel `take_rows` or `add_rows`; `rows` are indices into the longer tensor."""
+    """Launch kernel `take_rows` or `add_rows`; `rows` index the tensor that has more rows."""
     width = target.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * target.element_size()))
@@ -413,8 +409,8 @@ def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> No
 
 
 class StreamOrder:
-    """Event waits between a copy engine's lanes, by a program's instructions. Invariant: an event
-    is held from its instruction to the last instruction that waits for it."""
+    """Waits between a copy engine's streams, for a program's instructions. Invariant: an event
+    exists from its instruction to the last instruction that waits for it."""
 
     def __init__(self, copies: CopyEngine, orders: tuple[Order, ...]) -> None:
         self.copies = copies
@@ -425,7 +421,7 @@ class StreamOrder:
         self.events: dict[Wait, Any] = {}
 
     def before(self, index: int) -> None:
-        """Make the lanes of instruction `index` wait for the instructions that it must follow."""
+        """Make the stream of instruction `index` wait for the instructions that it must follow."""
         for lane, after in self.orders[index].items():
             for wait in after:
                 self.copies.wait(lane, self.events[wait])
@@ -442,7 +438,7 @@ class StreamOrder:
 
 
 class DeviceTooSmall(UnsupportedError):
-    """The GPU has not enough free memory."""
+    """Error that a GPU has not enough free memory."""
 
 
 def reserve_together(
@@ -481,9 +477,9 @@ def reserve_together(
 def refuse_beyond_together(
     ranks: ParallelContext | None, needed: int, what: str, advice: str, allowed: int | None = None
 ) -> None:
-    """Raise TooLarge, on all ranks, if the ranks of one machine need more main memory together than
-    it has, or than their `allowed`. All ranks call it with the bytes that each needs, and all or
-    none with a limit; `ranks` None is a single process."""
+    """Raise TooLarge on all ranks if ranks that share a machine need, in total, more main memory
+    than it has, or than the sum of their `allowed`. All ranks call it with the bytes that each
+    needs; all or none give a limit. `ranks` None is a single process."""
     if ranks is None or ranks.layout.devices() == 1:
         if needed > 0:
             refuse_beyond(needed, what, advice, allowed=allowed)

@@ -51,14 +51,14 @@ class Malloc:
 
 @dataclass(frozen=True, slots=True)
 class FreeEvent:
-    """Release of an allocation."""
+    """Deallocation of a tensor's memory."""
 
     tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Name of the section of a trace that begins here: "layer 3 forward", "step 2"."""
+    """Event that begins a named section of a trace, such as "layer 3 forward" or "step 2"."""
 
     name: str
 
@@ -80,7 +80,7 @@ FLASH_HEAD_DIM = 32  # and head sizes
 
 
 class Temporary(StrEnum):
-    """A kind of memory that kernels allocate internally, invisible to PyTorch's dispatcher."""
+    """A kind of memory that kernels allocate internally, which no dispatch mode sees."""
 
     CUBLAS = "cublas"  # workspace allocated at the first product of each thread, never freed
     FLASH = "flash"  # the backward: fp32 dQ, row sums, dK and dV of every query head
@@ -100,16 +100,16 @@ SORTED = 3072  # at most this many tokens are added one by one, without sorting
 
 @dataclass(frozen=True, slots=True)
 class Temporaries:
-    """Kinds of temporary memory to record."""
+    """Kinds of kernels' internal memory to record."""
 
     kinds: frozenset[Temporary]
 
     def workspace(self, func: Any) -> int:
-        """Return the bytes that the first such operation of a thread allocates for good."""
+        """Return the bytes that `func` allocates for good when a thread first calls it."""
         return CUBLAS_WORKSPACE if Temporary.CUBLAS in self.kinds and func in PRODUCTS else 0
 
     def within(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
-        """Bytes of each block that a kernel allocates and frees internally, all alive together."""
+        """Return the bytes of each block that a kernel allocates internally, and then frees."""
         if func in FLASH_BACKWARD and Temporary.FLASH in self.kinds:
             return tuple(_flash_backward(func, args))
         if func is EMBEDDING_BACKWARD and Temporary.EMBEDDING in self.kinds:
@@ -122,8 +122,8 @@ NO_TEMPORARIES, ALL_TEMPORARIES = Temporaries(frozenset()), Temporaries(frozense
 
 
 def _flash_backward(func: Any, args: Sequence[Any]) -> Iterator[int]:
-    """Yield the bytes of blocks within a flash attention backward. The operations take dout, q, k
-    first; SDPA's has heads before tokens."""
+    """Yield the bytes of each block that a flash attention backward allocates internally. Both
+    operations take dout, q, k first; SDPA's has heads before tokens."""
     q: Tensor = args[1]
     k: Tensor = args[2]
     heads_first = func is not aten._flash_attention_backward.default
@@ -150,13 +150,13 @@ class _Death(weakref.ref[Any]):
 
 
 class Recorder(UncompiledMode):
-    """Recorder of the storages that are created on one device inside the context, and of their
-    release. Invariant: `_alive` has one entry for each known storage that still lives."""
+    """Recorder of the storages created on one device inside the context, and of their release.
+    Invariant: `_alive` has one entry for each known storage that still exists."""
 
     def __init__(
         self, device: torch.device, temporaries: Temporaries = NO_TEMPORARIES, *, in_place: bool
     ):
-        """Record on one device. `in_place`: add gradients in place, as autograd does without a
+        """Record on one device. With `in_place`, add gradients in place, as autograd does without a
         dispatch mode; see the Note."""
         super().__init__()
         self.device = device.type
@@ -174,21 +174,21 @@ class Recorder(UncompiledMode):
         self.events.append(Mark(name))
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Record tensors that exist before the trace as allocated now and outside any step."""
+        """Record tensors that exist already as if allocated now, outside any step."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive and storage.nbytes():
                 self.lasting.add(self._born(storage))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that a step made as outside steps from now on, such as optimizer states."""
+        """Treat tensors made in a step, such as optimizer states, as outside any step."""
         for tensor in tensors:
             death = self._alive.get(tensor.untyped_storage()._cdata)
             if death is not None and death.tensor is not None:
                 self.lasting.add(death.tensor)
 
     def trace(self, name: str, *, lasting: bool = True) -> Trace:
-        """Return the trace so far; without `lasting` it leaves out tensors outside steps."""
+        """Return the trace so far; without `lasting`, it omits tensors outside any step."""
         left_out: set[int] = set() if lasting else self.lasting
         kept = (e for e in self.events if isinstance(e, Mark) or e.tensor not in left_out)
         return Trace(tuple(kept), name)
@@ -210,7 +210,8 @@ class Recorder(UncompiledMode):
         return out
 
     def _accumulates(self, args: Sequence[Any]) -> bool:
-        """Return whether this is autograd's addition of gradients, in place (see the Note)."""
+        """Return whether this operation is autograd's addition of two gradients, which it would
+        make in place (see the Note)."""
         return (
             not torch.is_grad_enabled()
             and in_backward()
@@ -250,7 +251,7 @@ class Recorder(UncompiledMode):
             self.events.append(FreeEvent(death.tensor))
 
     def _borrow(self, func: Any, args: Sequence[Any]) -> None:
-        """Record memory that a kernel allocates internally, and a thread's permanent workspace."""
+        """Record memory that a kernel allocates internally, and a thread's first workspace."""
         thread = in_backward()  # autograd runs on its own thread, with its own handles
         workspace = self._temporaries.workspace(func)
         if workspace and thread not in self._handles:
@@ -291,14 +292,14 @@ def _blank(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _returns_new(func: Any) -> bool:
-    """Return whether this is an aten operation that returns one new tensor and changes none."""
+    """Return whether an aten operation returns one new tensor and changes no argument."""
     schema = func._schema
     returned = [(str(one.type), one.alias_info) for one in schema.returns]
     return (func.namespace, schema.is_mutable, returned) == ("aten", False, [("Tensor", None)])
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append all that the result depends on to the key; return False if a tensor has values."""
+    """Append what a meta operation's result depends on to `key`; False for tensors with data."""
     for value in values:
         if isinstance(value, Tensor):
             if not value.is_meta:
@@ -318,7 +319,7 @@ def in_backward() -> bool:
 
 
 def _is_of(key: int, args: Sequence[Any]) -> bool:
-    """Return whether the storage belongs to one of the arguments."""
+    """Return whether a storage belongs to one of the arguments of an operation."""
     for arg in args:
         if isinstance(arg, Tensor):
             if arg.untyped_storage()._cdata == key:
@@ -329,7 +330,7 @@ def _is_of(key: int, args: Sequence[Any]) -> bool:
 
 
 def _is_sole_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor alone refers to its storage, and has no gaps."""
+    """Return whether a tensor alone uses its storage, and its elements have no gaps."""
     key = tensor.untyped_storage()._cdata
     # One reference is the tensor's, the other the storage wrapper's.
     sole = torch._C._storage_Use_Count(key) == 2
@@ -337,7 +338,7 @@ def _is_sole_dense(tensor: Tensor) -> bool:
 
 
 class _Count(UncompiledMode):
-    """Counter of the references to the first argument of autograd's additions."""
+    """Dispatch mode that counts references to the first argument of autograd's additions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +354,7 @@ class _Count(UncompiledMode):
 
 @cache
 def _engine_references() -> int:
-    """Return the number of references to its first argument while autograd adds two gradients.
+    """Return the number of references to the first summand while autograd adds two gradients.
     Measured, since it depends on the versions of CPython and torch."""
     x = torch.empty(1, device="meta", requires_grad=True)
     with _Count() as count, torch.enable_grad():
@@ -367,7 +368,7 @@ EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with
 
 
 def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """Return the configuration with only its first layers; None: all. Raises UnsupportedError."""
+    """Return a configuration with its first layers only; None: all. Raises UnsupportedError."""
     if layers is None:
         return config
     name = next((name for name in LAYERS if name in config), LAYERS[0])
@@ -379,8 +380,8 @@ def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 class _NoValues(UncompiledMode):
-    """Mode that skips drawing random initial weights. On the meta device an in-place operation
-    changes nothing, and 65B elements take 720 calls."""
+    """Dispatch mode that skips drawing random initial weights. On the meta device an in-place
+    operation changes nothing, and 65B elements take 720 calls."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -394,8 +395,8 @@ class _NoValues(UncompiledMode):
 
 
 def meta_model(config: dict[str, Any], dtype: torch.dtype, rank: int = 0) -> PreTrainedModel:
-    """Return the causal LM of a configuration on the meta device, in training mode. With `rank`
-    above 0 it has adapters of that rank. Raises UnsupportedError if transformers cannot make it."""
+    """Return the causal LM of a configuration on the meta device, in training mode, with LoRA
+    adapters if `rank` is above 0. Raises UnsupportedError if transformers cannot make it."""
     fields = {name: value for name, value in config.items() if name != "model_type"}
     try:
         with torch.device("meta"), _NoValues():
@@ -414,7 +415,7 @@ def meta_model(config: dict[str, Any], dtype: torch.dtype, rank: int = 0) -> Pre
 
 
 class Adapted(nn.Module):
-    """A frozen linear module and its adapter: W x + scale * B(A(x)) (LoRA).
+    """A frozen linear module with a LoRA adapter: W x + scale * B(A(x)).
 
     The operations are those of PEFT's layer for adapters in the model's dtype and no dropout.
     """
@@ -434,7 +435,7 @@ class Adapted(nn.Module):
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:
-    """Freeze the model, and give every linear module of its layers an adapter."""
+    """Freeze the model, and give every linear module of its layers a LoRA adapter."""
     model.requires_grad_(False)
     found = [
         (parent, name, child)
@@ -449,7 +450,6 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return the input and output width of a linear module; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D":  # transformers' linear with its weight transposed
@@ -464,9 +464,9 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 def flash_attention(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
 ) -> Tensor:
-    """Call the operation that scaled_dot_product_attention runs on a GPU; returns [B, C, H, D].
-    Windows and soft caps change no size, so they are not passed on. Raises UnsupportedError for
-    attention that flash attention cannot run."""
+    """Compute a layer's attention by the operation that scaled_dot_product_attention runs on a GPU;
+    return [B, C, H, D]. Windows and soft caps change no size, so the operation does not get them.
+    Raises UnsupportedError for attention that flash attention cannot run."""
     _refuse(q, v, keywords)
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
     out: Tensor = found[0]
@@ -487,7 +487,7 @@ def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
 
 @contextmanager
 def refuse_value_dependence() -> Iterator[None]:
-    """Raise UnsupportedError if the body needs values, which meta tensors do not have."""
+    """Raise UnsupportedError if the body reads values, which meta tensors do not have."""
     try:
         yield
     except (NotImplementedError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Trace a training step: plain Hugging Face training, or farspan's own program.
+"""Trace a training step: plain Hugging Face training, or farspan's program.
 
 Both run on the meta device. farspan's interpreter is the one that trains; choices that depend on
 the machine are those of a GPU: kernels are CUDA's flash attention, whose allocations plans count,
@@ -60,7 +60,7 @@ class Checkpointing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Parts of a run that its trace includes."""
+    """Parts of a traced run to include in the trace."""
 
     temporaries: Temporaries = ALL_TEMPORARIES
     lasting: bool = True  # weights and optimizer states
@@ -73,36 +73,36 @@ ALL_OF_IT = Recording()
 def trace_training(
     model: PreTrainedModel,
     contexts: Sequence[int],
-    kept: Checkpointing = Checkpointing.PLAIN,
+    saving: Checkpointing = Checkpointing.PLAIN,
     *,
     batch: int = 1,
     attention: Attention = flash_attention,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """Trace a model on the meta device for one step at each of `contexts`, in tokens of a sequence.
-    Raises UnsupportedError for a model whose step depends on values."""
+    """Trace plain training of a meta model, with one step for each context length in tokens. Raises
+    UnsupportedError for a model whose step depends on values."""
     device = CausalLMStages(model).device
     recorder = Recorder(device, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     optimizer = adamw(model)
     with without_garbage_collection(), refuse_value_dependence(), recorder:
-        run_training(model, optimizer, contexts, kept, recorder.mark, batch, attention)
+        run_training(model, optimizer, contexts, saving, recorder.mark, batch, attention)
         recorder.keep(moments(optimizer))
-    return recorder.trace(f"{kept} {'+'.join(map(str, contexts))}", lasting=recording.lasting)
+    return recorder.trace(f"{saving} {'+'.join(map(str, contexts))}", lasting=recording.lasting)
 
 
 def run_training(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     contexts: Sequence[int],
-    kept: Checkpointing,
+    saving: Checkpointing,
     mark: Marker,
     batch: int,
     attention: Attention,
 ) -> None:
-    """Run a training step for each of `contexts`; `attention` replaces the model's."""
+    """Run a training step for each context length; `attention` replaces the model's attention."""
     device = CausalLMStages(model).device
-    with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
+    with marked(model, mark), checkpointed(model, saving), routed(model), answering(attention):
         for step, tokens in enumerate(contexts):
             mark(f"step {step}")
             ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
@@ -117,13 +117,12 @@ def run_training(
 
 
 def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
-    """Return AdamW as torch runs it by default on a GPU: one operation on many parameters."""
+    """Return torch's AdamW with its default on GPUs: one operation on many parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-5, foreach=True)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the state tensors of the optimizer."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -135,7 +134,7 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
-    """Mark the beginnings of each layer's forward and backward, the head and the embedding."""
+    """Mark where forward and backward of each layer, the head and the embedding begin."""
     layers = CausalLMStages(model).layers
     last = len(layers) - 1
 
@@ -168,8 +167,8 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
 
 def _backward_runs() -> bool:
-    """Return whether a backward is running: before transformers 5.23, checkpoints called a layer's
-    hooks in it again."""
+    """Return whether a backward is running: before transformers 5.23, a checkpoint calls a layer's
+    forward hooks in its backward again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -177,13 +176,13 @@ def _backward_runs() -> bool:
 
 
 @contextmanager
-def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
-    """Run the body with each layer under torch's checkpoint, as transformers does."""
-    if kept is Checkpointing.PLAIN:
+def checkpointed(model: PreTrainedModel, saving: Checkpointing) -> Iterator[None]:
+    """Run the body with each layer under torch's activation checkpointing, as in transformers."""
+    if saving is Checkpointing.PLAIN:
         yield
         return
     recomputed = partial(checkpoint, use_reentrant=False)
-    run = recomputed if kept is Checkpointing.RECOMPUTE else _checkpoint_offloaded
+    run = recomputed if saving is Checkpointing.RECOMPUTE else _checkpoint_offloaded
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
     try:
         yield
@@ -199,7 +198,7 @@ def _checkpoint_offloaded(layer: Callable[..., Any], *arguments: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """Stand-in for a tensor on the host; the meta device copies nothing."""
+    """Stand-in for a saved tensor that is on the host until its backward."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -212,16 +211,16 @@ def _evict(tensor: Tensor) -> _OnHost:
     return _OnHost(tensor.shape, tensor.dtype, tensor.device, copy)
 
 
-def _fetch(held: _OnHost) -> Tensor:
-    tensor = torch.empty(held.shape, dtype=held.dtype, device=held.device)
-    return tensor if held.copy is None else tensor.copy_(held.copy)
+def _fetch(stored: _OnHost) -> Tensor:
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
+    return tensor if stored.copy is None else tensor.copy_(stored.copy)
 
 
 META = torch.device("meta")
 
 
 class MetaKernels(AttentionKernels):
-    """Attention kernels for tensors without data."""
+    """Choice of attention kernels for meta tensors, as a GPU would have it."""
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         # A meta model would get the plain kernel; soft caps have only that one anywhere.
@@ -236,9 +235,8 @@ def trace_cells(
     optimizer: bool = True,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """Trace one farspan step of each program, with a model on the meta device. Each device arena is
-    one block, as in a run: its buffers have the addresses of the plan. Raises UnsupportedError for
-    a model whose step depends on values."""
+    """Trace a farspan step of each program on a meta model. Each device arena is one allocation,
+    with the plan's addresses. Raises UnsupportedError for a model whose step depends on values."""
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     with recorder:
@@ -276,7 +274,7 @@ def _trace_program(
     last = ""
 
     def mark(_: object = None) -> None:
-        """Begin a section when the layer or the direction changes."""
+        """Begin a section of the trace when the layer or the direction changes."""
         nonlocal last
         name = next(names, None)
         if name is not None and name != last:
@@ -329,7 +327,7 @@ class AdamWStates:
             )
 
     def update(self) -> None:
-        """Compute the norm of all gradients, the only allocations of an update."""
+        """Compute the norm of all gradients: nothing else in an update allocates memory."""
         found = [p.grad for p in self.trained if p.grad is not None]
         torch.nn.utils.get_total_norm(found)
 
@@ -341,7 +339,7 @@ OWN = (
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A model to trace, and the way it is trained."""
+    """A model to trace and how to train it: by plain training or a farspan strategy."""
 
     model: str  # as for `farspan plan`
     contexts: tuple[int, ...]  # tokens of a sequence, for each step
@@ -354,7 +352,7 @@ class TraceRequest:
     measuring: Callable[[], Measure] | None = None  # as for `Profiles`; for farspan's strategies
 
     def trace(self) -> Trace:
-        """Run the trace. Raises UnsupportedError naming the field."""
+        """Run the trace. Raises UnsupportedError, which names the field."""
         if not self.contexts:
             raise UnsupportedError(
                 "context: give --context TOKENS, or --contexts with one for each step"
@@ -393,7 +391,7 @@ class TraceRequest:
 
 
 def own_strategy(name: str) -> str | None:
-    """Return farspan's strategy, or None for plain training. Raises UnsupportedError."""
+    """Return farspan's strategy of this name; None: plain training. Raises UnsupportedError."""
     if name in tuple(Checkpointing):
         return None
     own = name.removeprefix(OWN)

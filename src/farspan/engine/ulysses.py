@@ -7,8 +7,8 @@ One all-to-all carries q, k and v together. A rank sends all heads but its own o
 tokens, whatever the length of the prefix. With `OverlappedUlysses` they go in pieces of heads, and
 one piece travels during the attention of another (program/work.py).
 
-Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of own tokens and all heads; "local" tensors have all
-tokens and this rank's heads.
+Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of a rank's n tokens and all heads; "local" tensors
+have all tokens and this rank's heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ Coming = Callable[[], list[Tensor]]  # waits for tensors in transit
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """Exchange of heads for one chunk; peer i has `parts[i]` tokens."""
+    """Exchange of heads between P ranks for one chunk, of which rank i has `parts[i]` tokens."""
 
     peers: Communicator
     parts: Counts
 
     def to_heads(self, tensors: Sequence[Tensor]) -> Coming:
-        """Start exchanging tensors [B, H, own tokens, D] for [B, H / P, all tokens, D]."""
+        """Start exchanging tensors [B, H, this rank's tokens, D] for [B, H / P, all tokens, D]."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.unflatten(1, (ranks, x.shape[1] // ranks))
@@ -54,7 +54,7 @@ class Ulysses:
         return arrived
 
     def to_tokens(self, tensors: Sequence[Tensor]) -> Coming:
-        """Start exchanging tensors [B, H / P, all tokens, D] for [B, H, own tokens, D]."""
+        """Start exchanging tensors [B, H / P, all tokens, D] for [B, H, this rank's tokens, D]."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
@@ -73,14 +73,14 @@ class Ulysses:
         return arrived
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with one value per head, [H]."""
+        """Return the values of this rank's heads from a tensor with one value per head, [H]."""
         return values.chunk(self.peers.size)[self.peers.index]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Exchange of a cell's tensors [B, H, tokens, D] for this rank's heads, and back. Without
-    Ulysses it returns them unchanged."""
+    """Exchange of a cell's tensors [B, H, tokens, D] for those of this rank's heads, and back;
+    without Ulysses, the tensors are returned unchanged."""
 
     ulysses: Ulysses | None = None
     padding: int = 0  # tokens that the cell runs without effect, none of the chunk's
@@ -92,33 +92,31 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Start the all-to-all that gives this rank all tokens of its heads. A tensor comes with
-        the range of heads to send within each rank's part of its heads; None sends all."""
+        """Start the all-to-all that gives this rank all tokens of its heads. Each part is (tensor,
+        heads): `heads` is the range to exchange within each rank's heads; None: all."""
         tensors = [self._some(x, heads) for x, heads in parts]
         if self.padding:
             tensors = [x[:, :, :0] for x in tensors]
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def begin_tokens(self, *tensors: Tensor) -> Coming:
-        """Start exchanging tensors back for this rank's tokens, all with the same range of every
-        rank's heads."""
+        """Start the exchange from this rank's heads, or some of these, back to its tokens."""
         if self.ulysses is None:
             return lambda: [self._filled(x) for x in tensors]
         coming = self.ulysses.to_tokens(tensors)
         return lambda: [self._filled(x) for x in coming()]
 
     def of_all_ranks(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join pieces, each with some heads of every rank, to one tensor with all heads."""
+        """Join tensors that have some heads of every rank to one tensor with all heads in order."""
         ranks = 1 if self.ulysses is None else self.ulysses.peers.size
         apart = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in pieces]
         return torch.cat(apart, 2).flatten(1, 2)
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with one value per head, [H]."""
         return values if self.ulysses is None else self.ulysses.heads_of(values)
 
     def of_all_heads(self, values: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor of all heads, [H], with this rank's values and zeros elsewhere."""
+        """Return values of all heads, [H]: this rank's values, and zeros for other heads."""
         if self.ulysses is None:
             return values
         whole = like.new_zeros(like.shape)
@@ -143,7 +141,7 @@ AttentionGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv,
 
 @dataclass(frozen=True, slots=True)
 class OverlappedUlysses:
-    """Exchange of one cell's heads in pieces: while one piece is in attention, the next travels."""
+    """Exchange of a cell's heads in pieces: attention runs on one piece while the next travels."""
 
     pieces: tuple[Piece, ...]
     exchange: HeadExchange
@@ -156,8 +154,8 @@ class OverlappedUlysses:
         at_hand: tuple[Tensor, Tensor] | None,
     ) -> tuple[OfKeys, Attended, Tensor]:
         """Return q, k, v of this rank's heads, their (out, lse), and out of all heads for this
-        rank's tokens. `at_hand` are k, v of this rank's heads if they need not travel; `attend`
-        gets a piece's tensors, earlier keys and query heads."""
+        rank's tokens. `at_hand` are k, v of this rank's heads if no exchange is needed; `attend`
+        computes a piece from its tensors, earlier keys and range of query heads."""
         q, k, v = of_keys
         travel = (k, v) if at_hand is None else ()
         coming = [self._to_heads(piece, q, *travel) for piece in self.pieces]
@@ -186,7 +184,8 @@ class OverlappedUlysses:
         finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq, dk, dv of all heads for this rank's tokens, and dsinks of this rank's heads.
-        `finish` completes dk, dv of some K, V heads before they are sent."""
+        `finish` adds later chunks' parts to dk, dv of a range of K, V heads before these are
+        sent."""
         coming = [self._to_heads(piece, dout) for piece in self.pieces]
         leaving: list[Coming] = []
         sums = dout, dout  # placeholders: the first piece sets them

@@ -1,4 +1,4 @@
-"""Values of tokens that a head computes: a forward that stays open until their backward."""
+"""Compute values for each token by a head, in a forward that waits for its backward."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ Ready = tuple[PreparedModel, PreparedProgram]
 
 @dataclass(frozen=True, slots=True)
 class AskedValues:
-    """Arguments of a call of `step.values` or `step.logprobs`."""
+    """Checked arguments of a call of `step.values` or `step.logprobs`."""
 
     function: LogProbs | HeadFunction
     inputs: StepInputs
@@ -52,7 +52,7 @@ def ask(
     targets: Tensor | None = None,
     attention_mask: Tensor | None = None,
 ) -> AskedValues:
-    """Return the checked request for values, compared between ranks. Raises UnsupportedError."""
+    """Check arguments of `step.values` or `step.logprobs` on all ranks. Raises UnsupportedError."""
     own: list[nn.Parameter] = []
     if isinstance(function, nn.Module):
         refuse_dropout_of_head(function)
@@ -79,7 +79,7 @@ def ask(
 
 
 def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction | None) -> Tensor:
-    """Return the requested values, [batch, tokens, k]; `head` belongs to the step."""
+    """Compute values for all tokens, [batch, tokens, k]; `head` is the step's head function."""
     inputs = calls.drawing(asked.inputs) if asked.trains else asked.inputs
 
     def ready() -> Ready:
@@ -102,8 +102,8 @@ def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction
 def value_head(
     model: PreparedModel, function: LogProbs | HeadFunction, targets: Tensor, piece: int
 ) -> ValueHead:
-    """Return the head that calls the user's function on `piece` tokens at a time. Raises
-    UnsupportedError if the function uses a decoder layer whose weights are elsewhere."""
+    """Return a head that calls the user's function on `piece` tokens at a time. Raises
+    UnsupportedError if the function uses a decoder layer whose weights are sharded or streamed."""
     outer = model.outer
     found: tuple[nn.Parameter, ...] = ()
     if isinstance(function, nn.Module):
@@ -124,7 +124,7 @@ def value_head(
 
 @dataclass(slots=True)
 class OpenForward:
-    """A forward that returned values of each token, until the caller's loss runs backward."""
+    """A forward that has returned values for each token, and waits for their backward."""
 
     runner: Runner
     ready: Ready
@@ -153,8 +153,8 @@ class OpenForward:
         return found
 
     def backward(self, given: Tensor, routers: Tensor) -> None:
-        """Run the backward: add the gradient of the caller's loss to `.grad`. `given` is the
-        gradient of the values, [B, T, k], and `routers` that of the routers' loss."""
+        """Run the program's backward from the loss's gradient with respect to the values, [B, T,
+        k], and add to `.grad`; first run the forward again if another call has taken its memory."""
         if self.inputs.routers is not None:
             self.inputs.routers.scale = routers.double()
         sharded = self.ready[0].sharded
@@ -214,7 +214,7 @@ class OpenForward:
         return values
 
     def _close_own(self) -> None:
-        """Add the gradients of the function's own parameters, summed over ranks, to `.grad`."""
+        """Add gradients of the head's own parameters to `.grad`, summed over ranks."""
         head, sums = self.interpreter.head, self.interpreter.registers.own
         assert isinstance(head, ValueHead)
         for parameter in head.own:
@@ -230,8 +230,7 @@ class OpenForward:
 
 
 class _Values(torch.autograd.Function):
-    """Autograd function for values [B, T, k] and the routers' loss, whose backward runs that of the
-    program."""
+    """Autograd function of the values [B, T, k]: its backward runs the program's backward."""
 
     @staticmethod
     def forward(

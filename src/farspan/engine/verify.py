@@ -1,33 +1,29 @@
-"""Verify the gradients of a step for a model and a schedule against plain autograd.
+"""Verify the gradients of a step, for a model and a schedule, against plain autograd.
 
-In float64 they must agree to `EXACT`, or, if a sum or a recurrence is so ill-conditioned that
-rounding alone moves the reference further, as far as rounding does. The reference shows that
-itself: it runs again, `MOVED_RUNS` times, with every result of its arithmetic off by up to half a
-rounding more (Monte Carlo arithmetic). A step may be `MOVES` times as far from it as the furthest
-of these runs: its own roundings are one more draw, and no more than a few times as many. Beyond
-`ILL_CONDITIONED` nothing passes: in a model that rounding moves so far a fault looks like a
-rounding, and one whose choice of experts rounding tips moves by as much as a fault would.
+In float64 both must agree to `EXACT` or, if a sum or a recurrence is so ill-conditioned that
+rounding alone changes the reference more, as far as rounding does. The reference shows that: it
+runs `MOVED_RUNS` more times, with every result of its arithmetic off by up to half a unit in the
+last place more (Monte Carlo arithmetic). A step may differ from it `MOVES` times as much as the
+furthest of these runs: a step rounds at other places, a few times as often at most. A model that
+rounding changes beyond `ILL_CONDITIONED` fails: there a fault looks like rounding.
 
-In lower precision plain autograd is off as well: rounding draws errors, and one draw against
-another passes or fails by chance. So both sides run more than once, on inputs that are a rounding
-apart, the same ones on both, and the run counts in which the step is least off relative to plain
-autograd: a fault is there in every run. Draws have a heavy tail where parts cancel, as in gradients
-of keys: then a few tokens have most of the error, and one run of a trained model was off by 5 times
-as much as plain autograd. A tail that long seldom comes twice.
+In lower precision plain autograd is off as well, and by chance. So both sides run several times, on
+inputs that are a rounding apart, the same for both, and the run counts in which the step is least
+off relative to plain autograd: a fault is in every run. Errors have a heavy tail where terms
+cancel, as in gradients of keys: then a few tokens have most of the error, and one run of a trained
+model was off by 5 times as much as plain autograd. That seldom happens twice.
 
-The test judges single parameters, and kinds, which are all layers' parameters of one name, by the
-median over layers: a fault of attention is in all layers, a long tail in a few. The error may be
-larger than plain autograd's for two reasons:
+The test judges single parameters, and the median over layers of parameters with one name: a fault
+of attention is in all layers, a long tail in a few. A step's error may be larger for two reasons:
 
-- Rounding. Attention in blocks rounds once what plain autograd rounds once (each block's part), and
-once more when parts are joined. Two independent roundings have twice the variance of one, so the
-error may be sqrt(2) times as large, were every rounding of the model made twice. - Chance. The
-logarithm of an error differs between runs of plain autograd by `s`, that of a ratio by s * sqrt(2).
-All n runs are beyond z times that with a chance of p^n, where p is the normal distribution's; z is
-such that the chance is `FALSE_ALARMS` over the number of judged things.
+- Rounding. Attention in blocks rounds each block's part as plain autograd does the whole, and again
+  when parts are joined. Two independent roundings have twice the variance of one, so the error may
+  be sqrt(2) times as large, were every rounding of the model made twice.
+- Chance. The logarithm of an error differs between runs of plain autograd by `s`, that of a ratio
+  by s * sqrt(2). All n runs are beyond z times that with a chance of p^n, where p is the normal
+  distribution's; z gives `FALSE_ALARMS` over the number of judged things.
 
-The geometric mean of all ratios has little chance in it, and a fault of attention is in all of
-them: it may be sqrt(2) and no more.
+Chance hardly affects the geometric mean of all ratios: it may be sqrt(2) and no more.
 """
 
 import re
@@ -81,8 +77,9 @@ Errors = dict[str, float]  # relative, by a parameter's name
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    a kind of parameters (`layers.*.q_proj.weight`). In lower precision it is that of the run with
-    the least ratio to plain autograd's; for a model that chooses experts, over all runs."""
+    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision, of the
+    run with the least ratio to plain autograd's error; if the model chooses experts, over all
+    runs."""
 
     name: str
     error: float
@@ -91,7 +88,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Errors of a step's gradients, with their limits."""
+    """Errors of a step's gradients, with the limits for a pass."""
 
     errors: list[GradientError]
     loss: float  # limit
@@ -100,8 +97,7 @@ class Judged:
     most: float = float("inf")  # limit of `ratio`
 
     def passed(self, loss: float) -> bool:
-        """Return whether all gradient errors, and the loss error `loss`, are within their
-        limits."""
+        """Return whether all gradients' errors and `loss`, the loss's error, are within limits."""
         within = all(e.error <= e.limit for e in self.errors) and loss <= self.loss
         return within and (self.ratio is None or self.ratio <= self.most)
 
@@ -109,7 +105,7 @@ class Judged:
 def beside_plain(
     plain: list[Errors], steps: list[Errors], losses: list[float], *, chooses: bool
 ) -> Judged:
-    """Judge every parameter and every kind by runs of plain autograd and of the step.
+    """Compare gradient errors of a step with those of plain autograd, run by run, and set limits.
 
     Args:
         losses: Relative errors of plain autograd's losses.
@@ -144,20 +140,19 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return the factors by which a step's errors may exceed plain autograd's, by name, for `runs`
-    runs of each."""
+    """Return, by name, how many times plain autograd's error a step's error may be."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
 
 
-def exactly(found: Errors, moved: list[Errors]) -> Judged:
-    """Judge the errors `found` of a float64 step. `moved` are errors between runs of the reference
-    that round differently; empty if all errors are within `EXACT`."""
+def exactly(errors: Errors, moved: list[Errors]) -> Judged:
+    """Compare the errors of a float64 step with their limits. `moved` are errors between runs of
+    the reference that round differently; empty if all errors are within `EXACT`."""
     rule = f"relative L2 error <= {EXACT:g}, float64 throughout"
-    limits = dict.fromkeys(found, EXACT)
+    limits = dict.fromkeys(errors, EXACT)
     if moved:
-        furthest = {name: max(run[name] for run in moved) for name in found}
+        furthest = {name: max(run[name] for run in moved) for name in errors}
         limits = {n: max(EXACT, min(MOVES * m, ILL_CONDITIONED)) for n, m in furthest.items()}
         rule += (
             f", or {MOVES:g}x the largest change of the reference in {len(moved)} runs that round "
@@ -165,13 +160,13 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
         )
         if (most := max(furthest.values())) > ILL_CONDITIONED:
             rule += f" (changed by {most:.1e}: this model is too ill-conditioned for the test)"
-    return Judged([GradientError(n, e, limits[n]) for n, e in found.items()], EXACT, rule)
+    return Judged([GradientError(n, e, limits[n]) for n, e in errors.items()], EXACT, rule)
 
 
 def _least_off(
     plain: list[Errors], steps: list[Errors], name: str, names: list[str], factor: float
 ) -> GradientError:
-    """Return the error of the run with the least ratio to plain autograd's; infinite if all are."""
+    """Return a parameter's error in the run with the least ratio to plain autograd's error."""
     ratio, own = min(
         (median(_ratio(step[n], run[n]) for n in names), median(run[n] for n in names))
         for step, run in zip(steps, plain, strict=True)
@@ -180,8 +175,8 @@ def _least_off(
 
 
 def _mean_ratio(plain: list[Errors], steps: list[Errors]) -> float:
-    """Return the geometric mean, over all parameters and runs, of the ratios of a step's errors to
-    plain autograd's; infinite if one is."""
+    """Return the geometric mean, over all parameters and runs, of the ratio between a step's error
+    and plain autograd's; infinite if a ratio is."""
     ratios = [_ratio(step[n], run[n]) for step, run in zip(steps, plain, strict=True) for n in run]
     return float("inf") if float("inf") in ratios else exp(fmean(map(log, ratios)))
 
@@ -203,9 +198,8 @@ def _ratio(step: float, plain: float) -> float:
 
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
-    """Return, by kind of parameter, the standard deviation between runs of the logarithm of the
-    error. A few runs of one parameter tell little, so it is taken over its kind in all layers, and
-    is at least that of a typical kind."""
+    """Return, by name, the standard deviation over runs of the logarithm of plain autograd's error.
+    As runs are few it is the mean over layers, and at least that of a typical parameter name."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()
@@ -220,7 +214,7 @@ def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
 
 @contextmanager
 def perturbed_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
-    """Run the body with embeddings perturbed by about one rounding, so that all results round
+    """Run the body with embeddings changed by about one rounding, so that all results round
     differently. Seed 0 changes nothing. One in twelve numbers moves by one rounding step: its
     variance, 1/12 of a step squared, is that of rounding to nearest."""
     if seed == 0:
@@ -248,8 +242,8 @@ ROUNDED = {
 
 
 class RoundedApart(TorchDispatchMode):
-    """Dispatch mode that multiplies float64 results by 1 + eps u, with a random |u| <= 0.5 drawn
-    from a seed, to show how far rounding errors move a computation."""
+    """Dispatch mode that multiplies each float64 result by 1 + eps u, with a random |u| <= 0.5 from
+    a seed, to show how much rounding errors change the model's gradients."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -308,7 +302,7 @@ class VerificationRun:
     seed: int = 0
 
     def draw(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draw input_ids, labels (some ignored) and document_ids, each [batch, tokens]."""
+        """Draw random input_ids, labels (some ignored) and document_ids, each [batch, tokens]."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.batch, self.tokens)
         ids = torch.randint(0, vocab, shape, generator=generator)
@@ -333,26 +327,28 @@ def verify(
     worst: int = 10,
     selector: GivenSelector | None = None,
 ) -> Verification:
-    """Compare loss and every gradient of one step with plain full-sequence autograd.
+    """Compare the loss and every gradient of one step with plain full-sequence autograd.
 
     A float64 model must agree to 1e-12 in relative L2 norm for every parameter, or as far as
-    rounding moves the reference itself (`exactly`); operations that its code computes in float32
-    run in float64 meanwhile, on both sides. A lower precision has two tests. A float64 copy (of
-    quantised weights, of their values) must pass that test with the same schedule: it shows a wrong
-    order, a lost block or a wrong weight, however small. And the precision, with its own kernels,
-    may add no more than rounding: against the float64 copy, errors of two steps whose inputs are a
-    rounding apart may be sqrt(2) times those of plain autograd on the same inputs over all
-    parameters; in at least one run, for each parameter and for the median of each kind, sqrt(2)
-    times what chance allows by how far plain autograd's runs differ (`beside_plain`). The model is
-    changed by a rounding meanwhile and restored afterwards. The model's `.grad` is kept.
+    rounding changes the reference itself (`exactly`); operations that its code computes in float32
+    run in float64 meanwhile, on both sides. A lower precision has two tests. First, a float64 copy
+    (with the values of quantised weights) must pass that test with the same schedule: it shows a
+    wrong order, a lost block or a wrong weight, however small. Then the model itself, with its own
+    kernels, may add no more than rounding. Its errors against the float64 copy, in two steps whose
+    inputs are a rounding apart, may be sqrt(2) times those of plain autograd over all parameters;
+    for each parameter, and the median over layers, sqrt(2) times what chance allows in at least one
+    run (`beside_plain`). The model is changed by a rounding meanwhile and restored afterwards. The
+    model's `.grad` is kept.
 
     With `schedule.sparse` the tests are those of sparse attention's own function, in float64 with
     pages chosen by each side for itself, in lower precision with the pages that float64 chooses.
 
     Args:
-        run: The random tokens.
-        worst: Number of parameters and kinds in the result, the worst first.
-        selector: Selector of pages, as for `Step`.
+        model: A causal LM, in its own precision.
+        schedule: The schedule of the step to verify.
+        run: Sizes and seed of the random tokens.
+        worst: Number of parameters and medians in the result, the worst first.
+        selector: Function that chooses pages, as for `Step`.
 
     Returns:
         The verification; `sparse` has the distance of sparse attention from dense.
@@ -379,8 +375,8 @@ def verify(
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the model computes, that of its unpacked parameters. If there are
-    several, the first other than float64."""
+    """Return the dtype in which the model computes, that of its unpacked parameters. If these have
+    several, it is the first other than float64."""
     every = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return next((dtype for dtype in every if dtype is not torch.float64), torch.float64)
 
@@ -433,7 +429,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
 
 
 class _Side:
-    """Errors of one side's runs, the step's or plain autograd's, and its first outcome."""
+    """Errors in all runs of a step or of plain autograd, and the results of the first run."""
 
     def __init__(self, exact: Outcome) -> None:
         self.exact = exact
@@ -449,7 +445,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Result of the same schedule in float64, which shows errors that rounding would hide."""
+    """Result of a float64 step by the same schedule: it shows errors that rounding would hide."""
 
     outcome: Outcome
     judged: Judged
@@ -457,7 +453,7 @@ class Structure:
 
     @property
     def error(self) -> float:
-        """Largest relative error of a gradient."""
+        """Largest relative error of any parameter's gradient."""
         return max([self.loss_error, *(e.error for e in self.judged.errors)])
 
     def passed(self) -> bool:
@@ -467,12 +463,12 @@ class Structure:
 def _structure(twin: nn.Module, function: Function, data: Data, exact: Outcome) -> Structure:
     function = function.in_double()
     outcome = _stepped(twin, function, data)
-    found, moved = _errors(outcome[1], exact[1]), []
-    if max(found.values(), default=0.0) > EXACT:
+    errors, moved = _errors(outcome[1], exact[1]), []
+    if max(errors.values(), default=0.0) > EXACT:
         for seed in range(MOVED_RUNS):
             with RoundedApart(seed):
                 moved.append(_errors(_plain(twin, data, function.exact())[1], exact[1]))
-    return Structure(outcome, exactly(found, moved), _error(outcome[0], exact[0]))
+    return Structure(outcome, exactly(errors, moved), _error(outcome[0], exact[0]))
 
 
 def _rounded(model: nn.Module, data: Data, plains: _Side, steps: _Side) -> Judged:
@@ -502,8 +498,8 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """Return the relative difference of the loss by the model's own attention to the reference's.
-    None for packed documents, which not every attention separates, and below float32."""
+    """Return the relative difference of the loss by the model's own attention to the reference's;
+    None below float32, and for packed documents, which some attention functions mix."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
         return None
@@ -522,28 +518,27 @@ def _chooses(model: nn.Module, data: Data) -> bool:
     return seen.any
 
 
-def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     whole = sum(float(g.double().norm()) ** 2 for g in expected.values()) ** 0.5
     errors = {}
     for name, gradient in expected.items():
         noise = float(gradient.double().norm()) <= NOISE * whole
-        errors[name] = _error(found[name], gradient, whole if noise else 0.0)
+        errors[name] = _error(gradients[name], gradient, whole if noise else 0.0)
     return errors
 
 
-def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the L2 error relative to the norm of the expected tensor, or to `least` if that is
-    larger. NaN counts as infinite."""
-    found, expected = found.detach().double(), expected.detach().double()
+def _error(result: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Return the L2 error over the norm of `expected`, at least `least`; infinite for NaN."""
+    result, expected = result.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
-    error = float((found - expected).norm())
+    error = float((result - expected).norm())
     if error != error:
         return float("inf")
     return error / norm if norm > 0 else error
 
 
 class _Choices(TorchDispatchMode):
-    """Mode that records whether `topk` was called."""
+    """Dispatch mode that notes whether the model calls `topk`."""
 
     def __init__(self) -> None:
         super().__init__()

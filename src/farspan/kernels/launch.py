@@ -1,4 +1,4 @@
-"""Kernel launches: the devices that support them, and the arguments of tensors.
+"""Launches of Triton kernels: supported devices and dtypes, and tensors as kernel arguments.
 
 Triton expands named tuples into single arguments; strides are in elements.
 """
@@ -21,7 +21,7 @@ TILE = 4096  # elements of a program at one time: 32 a thread of 4 warps
 
 
 class Rows(NamedTuple):
-    """Kernel argument: a tensor of vectors with inner stride 1, which three indices address."""
+    """Kernel argument: a tensor of vectors with inner stride 1; three indices select a vector."""
 
     base: Any
     first: int
@@ -30,8 +30,7 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Kernel argument: [B, H, T, D] with inner stride 1, or [T, B, H, D] with its strides
-    reordered."""
+    """Kernel argument: [B, H, T, D] with inner stride 1, or a permuted view [T, B, H, D]."""
 
     base: Any
     batch: int
@@ -40,7 +39,8 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors and the two inner indices' extents, `veiled`."""
+    """Kernel argument: the number of vectors and the sizes of its inner two indices, all
+    `veiled`."""
 
     rows: int
     second: int
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel with its grid and arguments, ready to `run`."""
+    """A kernel with grid and arguments; `run` launches it."""
 
     name: str
     programs: tuple[int, ...]
@@ -73,7 +73,7 @@ class Launch(NamedTuple):
 
 
 def _unheard(_: Launch) -> None:
-    """Ignore a launch."""
+    """Do nothing with a launch."""
 
 
 _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default=_unheard)
@@ -81,7 +81,7 @@ _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default
 
 @contextmanager
 def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Inside the block, call `hear` with each kernel that would be launched on the meta device."""
+    """Run the body, and call `hear` with each kernel launch on the meta device."""
     token = _launched.set(hear)
     try:
         yield
@@ -129,19 +129,19 @@ def check_inner(name: str, x: Tensor) -> None:
 
 
 def heads_of(x: Tensor) -> Heads:
-    """Return a tensor [B, H, T, D] with its strides, as a kernel argument."""
+    """Return a tensor [B, H, T, D] and its strides as a kernel argument."""
     return Heads(x, *x.stride()[:3])
 
 
 def veiled(size: int) -> int:
-    """Return 16 size + 2, which kernels decode. Triton compiles a kernel again for integers that
-    are 1 and for multiples of 16, in tuples even despite `do_not_specialize`. This is never either,
-    so one kernel serves chunks of all lengths."""
+    """Encode an integer as 16 size + 2, which kernels decode. Triton compiles a kernel again for
+    integers that are 1 and for multiples of 16, in tuples even despite `do_not_specialize`. The
+    code is never either, so one kernel serves chunks of all lengths."""
     return 16 * size + 2
 
 
 def padded(size: int) -> int:
-    """Return the next power of two, which Triton requires of a tile's edges."""
+    """Return the next power of two: Triton requires one for each dimension of a tile."""
     return 1 << (size - 1).bit_length()
 
 
@@ -151,7 +151,8 @@ def warps_of(elements: int, each: int, most: int = 16) -> int:
 
 
 def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
-    """Return tensors with equal leading dimensions as `Rows` that the same three indices address.
+    """Return tensors with equal leading dimensions as `Rows`, for which the same three indices
+    select corresponding vectors.
 
     A tensor may lack the last dimension: each of its rows is one number, and its strides, which
     depend on the length of a chunk, are veiled. With `ordered`, neighbours in the first tensor's

@@ -41,8 +41,7 @@ AHEAD = 32 * 1024  # bytes of shared memory for prefetched tiles in the backward
 
 
 class Norm(NamedTuple):
-    """The settings of an RMS norm: x_hat = x / sqrt(mean(x**2) + eps) in fp32, out = x_hat *
-    (weight + offset)."""
+    """Settings of an RMS norm: x / sqrt(mean(x**2) + eps) in fp32, times (weight + offset)."""
 
     eps: float
     offset: float = 0.0  # 1 for Gemma, whose weights are offsets from 1
@@ -112,7 +111,7 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
 def norm_backward_launch(
     dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """Return a norm's backward launch, and its sums of dweight, one row per program."""
+    """Return the launch of a norm's backward, and the sums of dweight, fp32 [programs, width]."""
     (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
     shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
@@ -133,7 +132,7 @@ def norm_backward_launch(
 
 @cache
 def _places(device: torch.device) -> int:
-    """Return how many programs of a norm's backward the device runs at one time."""
+    """Return how many programs of a norm's backward run on the device at the same time."""
     if device.type != "cuda":
         return ROWS_OF_DWEIGHT
     return ROWS_OF_DWEIGHT * torch.cuda.get_device_properties(device).multi_processor_count
@@ -148,7 +147,7 @@ def _norm_shape(x: Tensor, norm: Norm) -> NormShape:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Return x if `rows_of` can address it, else a contiguous copy."""
+    """Return x if `rows_of` can index its vectors, else a contiguous copy."""
     return x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
 
 
@@ -177,7 +176,7 @@ GATE_BLOCK = 2048  # elements of a program: 16 a thread of 4 warps
 
 
 class Act(StrEnum):
-    """Activations of a gated MLP, named as in Hugging Face's configurations."""
+    """Activations of a gated MLP, by their names in Hugging Face's configurations."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -206,7 +205,7 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
 def swiglu_backward(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup, contiguous, in gate's dtype; only act(gate) is rounded in between."""
+    """Return dgate and dup, contiguous, in gate's dtype; in between only act(gate) is rounded."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -219,8 +218,8 @@ def swiglu_backward(
 def swiglu_again(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `swiglu`'s result and the gradients of gate and up, all contiguous: for a backward
-    that needs the forward's result again, at the cost of one more write."""
+    """Return `swiglu`'s result and the gradients of gate and up, all contiguous, for a backward
+    that needs the forward's result again; it costs one more write than `swiglu_backward`."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -233,7 +232,7 @@ def swiglu_again(
 
 
 def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
-    """Return a gate kernel's launch: contiguous tensors are one line, others one line per row."""
+    """Return the launch of a gate kernel: a contiguous tensor is one line, others one per row."""
     dense = all(x.is_contiguous() for x in tensors.values())
     shape = next(iter(tensors.values())).shape
     width = shape.numel() if dense else shape[-1]
@@ -259,7 +258,7 @@ def _lines(x: Tensor, dense: bool) -> Lines:
 
 
 class Angles(NamedTuple):
-    """Kernel argument: a table of cos or sin, [1 | B, T, R]."""
+    """Kernel argument: a table of cos or sin, [1 or B, T, R], for R elements of each head."""
 
     base: Any
     batch: int
@@ -391,7 +390,7 @@ def cross_entropy_(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return row losses; overwrite `logits` with d(scale * their sum) / d logits, in its dtype."""
+    """Return row losses; overwrite `logits` with the gradient of scale * the sum of losses."""
     return _cross_entropy(logits, targets, scale, ignored, softcap)
 
 
@@ -418,7 +417,7 @@ def loss_launch(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Launch:
-    """Return the launch of the loss kernel; if `scale` is None, it writes no gradient."""
+    """Return the launch of the loss kernel, which writes no gradient if `scale` is None."""
     size = logits.shape[1]
     block = min(LOSS_BLOCK, max(padded(size), 16))
     arguments = {
@@ -446,7 +445,7 @@ FP32 = (torch.float32,)
 
 
 class JoinShape(NamedTuple):
-    """Sizes that the joining kernels are compiled for."""
+    """Sizes that the kernels of `merge_` and `add_` are compiled for."""
 
     width: int
     padded: int
@@ -461,10 +460,10 @@ def merge_(out: Tensor, lse: Tensor, *parts: Part, into: Tensor | None = None) -
     H, S], both fp32.
 
     A part's out is bf16, fp16 or fp32 and finite, its lse fp32. A part with lse -inf changes
-    nothing; it replaces an `lse` of -inf. With `into`, the output goes there and `out` stays as it
-    is; both may then be narrow, so the first of several parts needs no wider copy before it, and
-    the last none after it. Inner stride 1, any other strides. Raises UnsupportedError for other
-    dtypes and shapes.
+    nothing; any part replaces out and lse where `lse` is -inf. With `into`, the output goes there
+    and `out` stays as it is; both may then have a narrower dtype, so the first of several parts
+    needs no wider copy before it, and the last none after it. Inner stride 1, any other strides.
+    Raises UnsupportedError for other dtypes and shapes.
     """
     check("out", out, out, FP32 if into is None else DTYPES)
     check("lse", lse, out[..., 0], FP32)
@@ -479,8 +478,8 @@ def merge_(out: Tensor, lse: Tensor, *parts: Part, into: Tensor | None = None) -
 def add_(total: Tensor, *parts: Tensor, into: Tensor | None = None) -> None:
     """Add one or two tensors (bf16, fp16 or fp32) of up to 4 dimensions to `total` (fp32).
 
-    With `into`, the sum goes there and `total` stays as it is; both may then be narrow. Inner
-    stride 1, any other strides: [T, B, H, D] takes a transposed [B, H, T, D]. Raises
+    With `into`, the sum goes there and `total` stays as it is; both may then have a narrower dtype.
+    Inner stride 1, any other strides: [T, B, H, D] takes a transposed [B, H, T, D]. Raises
     UnsupportedError for other dtypes and shapes.
     """
     check("total", total, total, FP32 if into is None else DTYPES)
@@ -534,19 +533,19 @@ def _join_launch(
 
 
 def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """Apply an RMS norm to each vector of x, with its gradient."""
+    """Apply an RMS norm to each vector of x; autograd uses the fused backward."""
     out: Tensor = _Normed.apply(x, weight, norm)
     return out
 
 
 def gated(gate: Tensor, up: Tensor, act: Act) -> Tensor:
-    """Return act(gate) * up of a gated MLP, with its gradient."""
+    """Return act(gate) * up of a gated MLP; autograd uses the fused backward."""
     out: Tensor = _Gated.apply(gate, up, act)
     return out
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply rotary embedding to q and k; no gradient reaches the tables of cos and sin."""
+    """Apply rotary embedding to q and k; tables of cos and sin get no gradient."""
     out: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos, sin)
     return out
 

@@ -31,7 +31,7 @@ import triton.language as tl
 
 @triton.jit
 def size_of(veiled):
-    """Decode an integer of `Sizes`."""
+    """Decode an integer that `launch.veiled` has encoded."""
     return veiled >> 4
 
 
@@ -44,15 +44,15 @@ def _indices(row, sizes):
 
 @triton.jit
 def row_offsets(x, row, sizes):
-    """Return the offsets of the vectors numbered `row` [n] in a tensor of vectors."""
+    """Return the offsets, in elements, of a tensor's vectors with the numbers `row` [n]."""
     i = _indices(row, sizes)
     return i[0] * x.first + i[1] * x.second + i[2] * x.third
 
 
 @triton.jit
 def number_offsets(x, row, sizes):
-    """Return the offsets of the numbers numbered `row` [n] in a tensor with one number per row,
-    whose strides are `veiled`."""
+    """Return the offsets, in elements, of the numbers of vectors `row` [n] in a tensor with one
+    number per vector, whose strides are encoded (`launch.veiled`)."""
     i = _indices(row, sizes)
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 
@@ -80,7 +80,7 @@ def norm_kernel(x, weight, out, rstd, sizes, shape: tl.constexpr):
 
 @triton.jit
 def norm_backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.constexpr):
-    """Compute dx, and each program's sum of dweight in its row of `partial` [programs, width]."""
+    """Compute dx, and each program's sum of dweight as a row of `partial` [programs, width]."""
     count = size_of(sizes.rows)
     column = tl.arange(0, shape.padded)[None, :]
     inside = column < shape.width
@@ -155,7 +155,7 @@ def _store_block(x, row, column, mask, values):
 
 @triton.jit
 def _block(width, block: tl.constexpr):
-    """Return this program's row, columns (int64) and mask; a contiguous tensor is one row."""
+    """Return row, columns (int64) and mask of a program's block; a contiguous tensor is one row."""
     blocks = tl.cdiv(width, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
@@ -203,7 +203,7 @@ def gate_backward_kernel(dout, gate, up, dgate, dup, width, act: tl.constexpr, b
 
 @triton.jit
 def _angles(x, shape: tl.constexpr):
-    """Load cos or sin for this program's token: of a vector's first and second half, fp32."""
+    """Load cos or sin of a program's token, for the first and the second half of a vector, fp32."""
     column = tl.arange(0, shape.padded_half)[None, :]
     row = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
     mask = column < shape.half
@@ -214,7 +214,7 @@ def _angles(x, shape: tl.constexpr):
 
 @triton.jit
 def _places(x, heads: tl.constexpr):
-    """Return the address of each head's vector of this program's token, [heads, 1]."""
+    """Return the address of each head's vector for a program's token, [heads, 1]."""
     token = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
     return x.base + token + tl.arange(0, heads).to(tl.int64)[:, None] * x.head
 
@@ -256,7 +256,7 @@ def rotate_kernel(q, k, q_out, k_out, cos, sin, shape: tl.constexpr):
 
 @triton.jit
 def _tanh(y):
-    """Return tanh(y); a series below 1/4, where 1 - exp(-2 y) loses digits. Relative error 3e-7."""
+    """Return tanh(y): a series below 1/4, where 1 - exp(-2 y) loses digits. Relative error 3e-7."""
     square = y * y
     series = -17.0 / 315 + square * (62.0 / 2835 - square * (1382.0 / 155925))
     series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * series))
@@ -267,8 +267,8 @@ def _tanh(y):
 
 @triton.jit
 def _logits(place, column, size, cap, shape: tl.constexpr):
-    """Return the logits of a block in fp32, after soft-capping, and the derivative of capped by
-    stored logits (1 without a cap); -inf beyond the last."""
+    """Return a block's logits in fp32 after soft-capping (-inf beyond the last logit), and their
+    derivative by the stored logits (1 without a cap)."""
     mask = column < size
     x = tl.load(place + column, mask=mask, other=float("-inf")).to(tl.float32)
     slope = 1.0
@@ -281,7 +281,7 @@ def _logits(place, column, size, cap, shape: tl.constexpr):
 
 @triton.jit
 def _softmax(place, size, cap, shape: tl.constexpr):
-    """Return a row's greatest logit, and the sum of exp(logit - greatest)."""
+    """Return a row's largest logit, and the sum of exp(logit - largest)."""
     most = float("-inf")
     sums = tl.full([shape.block], 0.0, tl.float32)
     for start in tl.range(0, size, shape.block, num_stages=shape.stages):
@@ -296,7 +296,7 @@ def _softmax(place, size, cap, shape: tl.constexpr):
 
 @triton.jit
 def _differentiate(place, size, softmax, target, scale, cap, shape: tl.constexpr):
-    """Overwrite a row's logits with the loss's gradient; `softmax` is (greatest logit, 1 / sum)."""
+    """Overwrite a row's logits with the loss's gradient; `softmax` is (largest logit, 1 / sum)."""
     for start in tl.range(0, size, shape.block, num_stages=shape.stages):
         column = start + tl.arange(0, shape.block)
         x, slope = _logits(place, column, size, cap, shape)
@@ -342,7 +342,7 @@ def loss_kernel(logits, stride, targets, losses, size, scale, cap, shape: tl.con
 
 @triton.jit
 def _tile_rows(sizes, shape: tl.constexpr):
-    """Return a program's rows and columns, the mask of its rows, and the mask of its elements."""
+    """Return a program's row numbers and columns, and the masks of rows and of elements."""
     row = tl.program_id(0) * shape.tile + tl.arange(0, shape.tile)
     column = tl.arange(0, shape.padded)[None, :]
     fits = row < size_of(sizes.rows)
@@ -372,7 +372,7 @@ def _numbers(x, row, fits, sizes):
 
 @triton.jit
 def _join(old, mine, new, theirs):
-    """Return the out and lse of two partial softmaxes merged."""
+    """Return out and lse of two partial softmax results, merged."""
     # -inf - -inf is nan; a part that saw no key has weight 0.
     weight = tl.where(theirs == float("-inf"), 0.0, tl.sigmoid(theirs - mine))[:, None]
     # Interpolate from the nearer end, as torch.lerp does: weights of 0 and 1 are exact.
@@ -415,7 +415,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def take_rows(target, source, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
-    """Copy rows numbered `rows` [count] of `source` [T, width] to `target` [count, width]."""
+    """Copy rows of `source` [T, width], by indices `rows` [count], to `target` [count, width]."""
     column = tl.arange(0, padded)[None, :]
     for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
         i = tl.arange(0, tile).to(tl.int64) + first
@@ -427,7 +427,7 @@ def take_rows(target, source, rows, count, width, padded: tl.constexpr, tile: tl
 
 @triton.jit(do_not_specialize=["count"])
 def add_rows(total, values, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
-    """Add `values` [count, width] to the rows of `total` [T, width] numbered `rows` [count]."""
+    """Add `values` [count, width] to rows of `total` [T, width], by indices `rows` [count]."""
     column = tl.arange(0, padded)[None, :]
     for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
         i = tl.arange(0, tile).to(tl.int64) + first
