@@ -245,7 +245,7 @@ class FailureDetector:
             waited = _of_a_collective(error)
             fault = self._wait_for_cause() if waited else None
             self._store.set(f"word/{self.rank}", words)
-            fault = fault or self._claim(self._store, self._own(error, words))
+            fault = fault or self._claim(self._store, self._own_fault(error, words))
             # If another rank's error says that this one came too late, the others know better why.
             if fault.cause != words and (fault.rank != self.rank or waited):
                 return fault.error()
@@ -294,8 +294,9 @@ class FailureDetector:
             why = f"its process {home.process} exists, but {_status(home.process)}"
         return Fault(rank, f"{SILENT}: {why}")
 
-    def _own(self, error: BaseException, words: str) -> Fault:
-        """Return the fault of this rank for `error`; if it is a timeout, without its words."""
+    def _own_fault(self, error: BaseException, words: str) -> Fault:
+        """Return the fault of this rank for `error`; its `words` are left out if it is a
+        timeout."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")

@@ -241,12 +241,12 @@ def _name_of(kind: type) -> str:
 # -- and back ------------------------------------------------------------------------------------
 
 
-def _value(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_value(item) for item in found]
-    if not isinstance(found, dict):
-        return found
-    ((kind, content),) = found.items()
+def _value(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return [_value(item) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, content),) = encoded.items()
     return _KINDS[kind](content)
 
 

@@ -64,7 +64,7 @@ def _placed(rank: int, ranks: int) -> LaunchEnv:
 
 @contextmanager
 def process_group(
-    place: LaunchEnv, device: torch.device, seconds: float
+    launch: LaunchEnv, device: torch.device, seconds: float
 ) -> Iterator[CooperativeStop]:
     """Inside the block, have a process group with a FailureDetector, and yield its CooperativeStop.
     A group that already exists is used, and kept at the end.
@@ -78,27 +78,27 @@ def process_group(
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=seconds)
     if not was_there:
-        with _joining(place, seconds):
-            own = _store(place, timeout)
-        with _joining(place, seconds):
+        with _joining(launch, seconds):
+            own = _store(launch, timeout)
+        with _joining(launch, seconds):
             dist.init_process_group(
                 BACKENDS[device.type],
                 store=own,
-                rank=place.rank,
-                world_size=place.ranks,
+                rank=launch.rank,
+                world_size=launch.ranks,
                 timeout=timeout,
             )
     store = dist.distributed_c10d._get_default_store()
     failures = PrefixStore(f"failures/{_number()}", store)
-    halt = CooperativeStop(place.rank, place.ranks, seconds)
+    halt = CooperativeStop(launch.rank, launch.ranks, seconds)
     leave, store_of = (
         (None, "the store of the process group") if was_there else (exit_process, _launcher())
     )
-    with nullcontext() if was_there else _joining(place, seconds):
+    with nullcontext() if was_there else _joining(launch, seconds):
         detector = FailureDetector(
             failures,
-            place.rank,
-            place.ranks,
+            launch.rank,
+            launch.ranks,
             leave,
             halt,
             patience=max(seconds, SILENCE),
@@ -270,14 +270,14 @@ class DistributedContext:
         if self.halt is not None:
             self.halt.ask(number)
 
-    def must_stop(self, place: StopPoint) -> int:
+    def must_stop(self, point: StopPoint) -> int:
         """Return the number of the signal if all ranks stop at this point, 0 if they go on, as at
         every point that only some ranks pass."""
         # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
         # only, may be shorter than the others.
-        if place is not StopPoint.BATCH and self.layout.pipeline > 1:
+        if point is not StopPoint.BATCH and self.layout.pipeline > 1:
             return 0
-        if place is StopPoint.HELD_OUT_CELL and self.replicas > 1:
+        if point is StopPoint.HELD_OUT_CELL and self.replicas > 1:
             return 0
         return 0 if self.halt is None else self.halt.pass_place()
 
@@ -285,9 +285,9 @@ class DistributedContext:
         """Return whether this rank knows that all will stop after a cell; others may not yet."""
         return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
 
-    def first_given(self, found: T | None) -> tuple[int, T] | None:
+    def first_given(self, value: T | None) -> tuple[int, T] | None:
         """Return the first rank whose value is not None, with this value; None if all are None."""
-        everyone = enumerate(self.all_gather(found))
+        everyone = enumerate(self.all_gather(value))
         return next(((number, one) for number, one in everyone if one is not None), None)
 
     def gather_replicas(self, items: list[T]) -> list[T]:

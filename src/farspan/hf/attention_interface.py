@@ -30,7 +30,7 @@ Attention = Callable[..., Tensor]
 _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=None)
 
 
-def _unasked(module: nn.Module, *_: Any, **__: Any) -> Tensor:
+def _outside_layers(module: nn.Module, *_: Any, **__: Any) -> Tensor:
     """Raise UnsupportedError for an attention call from outside the layers, which were replaced."""
     raise UnsupportedError(
         f"model: {type(module).__name__} attended although other modules had replaced its layers, "
@@ -77,11 +77,11 @@ AttentionMaskInterface.register(PROBE, _mask)
 
 
 def attended(
-    attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, asked: Any, **further: Any
+    attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, keywords: Any, **further: Any
 ) -> Tensor:
-    """Compute a model's attention call by `attend`, such as `attention.backends.reference`. `asked`
-    has the call's keywords, such as sliding_window."""
-    window, softcap, sinks = map(asked.get, ("sliding_window", "softcap", "s_aux"))
+    """Compute a model's attention call, which has these keywords, by a function such as
+    `attention.backends.reference`."""
+    window, softcap, sinks = map(keywords.get, ("sliding_window", "softcap", "s_aux"))
     out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
     return out.transpose(1, 2)
 
@@ -113,7 +113,7 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
     """Route the model's attention calls to farspan inside the context, and restore the model's
     attention afterwards. Generation and evaluation outside the context do not change."""
     with (
-        answering(_active.get() or _unasked),
+        answering(_active.get() or _outside_layers),
         config_field(model, "_attn_implementation_internal", NAME),
     ):
         yield

@@ -76,7 +76,7 @@ def _described(
             ) from error
         raise UnsupportedError(
             f"model: {type(model).__name__} cannot be run stage by stage through the attention "
-            f"interface: {_place(model, error)}{type(error).__name__}: {error}"
+            f"interface: {_raised_in(model, error)}{type(error).__name__}: {error}"
         ) from error
     parameters = list(model.parameters())
     return ModelSpec(
@@ -90,7 +90,7 @@ def _described(
     )
 
 
-def _place(model: nn.Module, error: Exception) -> str:
+def _raised_in(model: nn.Module, error: Exception) -> str:
     """Return the name of the function of the model's own code in which an error arose, as text."""
     own = getattr(sys.modules[type(model).__module__], "__file__", None)
     frames = traceback.walk_tb(error.__traceback__)

@@ -51,11 +51,11 @@ class Same:
 
     __slots__ = ("_held", "mark", "text")
 
-    def __init__(self, held: object, text: object = "", mark: object = None) -> None:
+    def __init__(self, target: object, text: object = "", mark: object = None) -> None:
         try:
-            self._held: Any = ref(held)
+            self._held: Any = ref(target)
         except TypeError:  # such as builtin functions
-            self._held = partial(_given, held)
+            self._held = partial(_itself, target)
         self.text, self.mark = text, mark
 
     def __eq__(self, other: object) -> bool:
@@ -70,8 +70,8 @@ class Same:
         return str(self.text)
 
 
-def _given(held: object) -> object:
-    return held
+def _itself(target: object) -> object:
+    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +139,19 @@ class _ModelWalk:
         self._classes: dict[type, Any] = {}
 
     def states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "torch.nn", {n: self._of(getattr(torch_module, n), n) for n in GLOBAL_HOOKS}
+        yield "torch.nn", {n: self._comparable(getattr(torch_module, n), n) for n in GLOBAL_HOOKS}
         called = {"attention": ALL_ATTENTION_FUNCTIONS, "masks": ALL_MASK_ATTENTION_FUNCTIONS}
-        yield "transformers", {name: self._of(dict(x), name) for name, x in called.items()}
+        yield "transformers", {name: self._comparable(dict(x), name) for name, x in called.items()}
         while self._coming:
             self._path, held = self._coming.pop()
             self._inside = isinstance(held, nn.Module)
             state = {"__class__": self._class_of(type(held))}
             for name, value in vars(held).items():
                 if name not in IGNORED:
-                    state[name] = self._of(value, name)
+                    state[name] = self._comparable(value, name)
             yield self._path, state
 
-    def _of(self, value: Any, name: object) -> Any:
+    def _comparable(self, value: Any, name: object) -> Any:
         """Return a comparable value for an attribute: equal values have equal effects on a step."""
         kind = type(value)
         if kind in AS_THEY_ARE:
@@ -163,21 +163,21 @@ class _ModelWalk:
         if isinstance(value, dict):
             if "_hooks" in str(name):  # hook ids differ between processes
                 return [_function(x, number) for number, x in value.items()]
-            return [(key, self._of(x, f"{name}.{key}")) for key, x in value.items()]
+            return [(key, self._comparable(x, f"{name}.{key}")) for key, x in value.items()]
         if isinstance(value, list | tuple):
-            return kind, [self._of(x, f"{name}.{i}") for i, x in enumerate(value)]
+            return kind, [self._comparable(x, f"{name}.{i}") for i, x in enumerate(value)]
         if isinstance(value, set | frozenset):
-            return kind, sorted(str(self._of(x, name)) for x in value)
+            return kind, sorted(str(self._comparable(x, name)) for x in value)
         if isinstance(value, Enum):
             return kind, value.name
         if kind is torch.device:
             return Same(kind, "device", value)
         if callable(value) and not isinstance(value, nn.Module):
             return _function(value)  # also an object that counts its calls
-        self._come(value, name)
+        self._queue(value, name)
         return Same(value, kind.__qualname__)
 
-    def _come(self, value: Any, name: object) -> None:
+    def _queue(self, value: Any, name: object) -> None:
         """Queue an object under the name of the attribute that first led to it, if it is a module,
         a configuration, or another object that a module holds. Objects that only the latter hold
         are compared by identity."""

@@ -82,20 +82,20 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tens
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) -> bool:
+def _same(actual: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> bool:
     """Return whether a module's own code and a formula give the same results. Values must agree bit
     for bit: in bf16, where roundings show the order of operations, and fp32; for small and large
     inputs, where clamps begin; with and without autograd. Gradients must agree up to rounding:
     detached tensors would change them."""
     for dtype in (torch.bfloat16, torch.float32):
         for scale in SCALES:
-            xs = [(scale * x).to(dtype) for x in given]
+            xs = [(scale * x).to(dtype) for x in inputs]
             with torch.no_grad():
                 expected = formula(*xs)
-                if not torch.equal(own(*xs), expected):
+                if not torch.equal(actual(*xs), expected):
                     return False
             outs = []
-            for function in (own, formula):
+            for function in (actual, formula):
                 leaves = [x.clone().requires_grad_() for x in xs]
                 out = function(*leaves)
                 towards = _random(*out.shape, seed=12, dtype=dtype)
@@ -108,8 +108,8 @@ def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) 
     return True
 
 
-def _near(found: Tensor, expected: Tensor, limit: float) -> bool:
-    error = float((found.double() - expected.double()).norm())
+def _near(actual: Tensor, expected: Tensor, limit: float) -> bool:
+    error = float((actual.double() - expected.double()).norm())
     return error <= limit * float(expected.double().norm())
 
 

@@ -361,7 +361,7 @@ def _with_saved_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> PreTrainedModel:
     refuse_pipes(*Path(path).glob("*"))
     try:
@@ -372,7 +372,7 @@ def _with_saved_weights(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **given,
+            **arguments,
         )
     except Exception as error:  # unreadable files, sizes that do not match, other kinds
         raise UnsupportedError(
@@ -486,16 +486,16 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
 def _overridden(
     config: PretrainedConfig,
     fields: Mapping[str, Any],
-    given: dict[str, Any],
+    overrides: dict[str, Any],
     make: Callable[[PretrainedConfig], PreTrainedModel],
     drawn: bool,
 ) -> PretrainedConfig:
     """Return the configuration of a config.json's `fields` with overrides applied. Raises
     UnsupportedError if an override makes no difference to the model."""
-    if not given:
+    if not overrides:
         return config
-    refuse_huge(given, "model.overrides.")
-    changes = resolve(config, given)
+    refuse_huge(overrides, "model.overrides.")
+    changes = resolve(config, overrides)
     build = partial(changed, config, fields)
     made = build(changes)
     _refuse_no_layers(made)
@@ -633,14 +633,14 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
     return {n: m for n, m in linears.items() if any(_ends(n, target) for target in wanted)}
 
 
-def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
+def _check_adapted(model: Any, targets: dict[str, Any]) -> None:
     """Raise UnsupportedError if peft would treat a target as stacked experts. It recognizes experts
     by their names from before they were stacked, such as gate_proj, which dense layers and shared
     experts have too; it does so again when it loads saved adapters."""
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
-    lost = {name.rpartition(".")[2] for name in wanted.keys() - found}
+    lost = {name.rpartition(".")[2] for name in targets.keys() - found}
     if lost:
-        left = {name.rpartition(".")[2] for name in wanted} - lost
+        left = {name.rpartition(".")[2] for name in targets} - lost
         instead = f"give {', '.join(sorted(left))}, or some of them" if left else "give others"
         raise UnsupportedError(
             f"model.lora.targets: peft mistakes {', '.join(sorted(lost))} of "

@@ -180,9 +180,9 @@ def _is_read(config: PretrainedConfig, name: str) -> bool:
     )
 
 
-def _source(of: Any) -> str:
+def _source(member: Any) -> str:
     try:
-        return inspect.getsource(of)
+        return inspect.getsource(member)
     except (OSError, TypeError):  # source not installed, or no module
         return ""
 
@@ -492,10 +492,10 @@ def _at(config: Any, path: Sequence[str]) -> Any:
     return config
 
 
-def _alike(found: Any, asked: Any) -> bool:
-    if isinstance(found, torch.dtype):
-        return str(found).removeprefix("torch.") == str(asked).removeprefix("torch.")
-    return bool(found == asked or (isinstance(found, tuple) and list(found) == asked))
+def _alike(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, torch.dtype):
+        return str(actual).removeprefix("torch.") == str(expected).removeprefix("torch.")
+    return bool(actual == expected or (isinstance(actual, tuple) and list(actual) == expected))
 
 
 def _idle(change: Change, without: PretrainedConfig, model: PreTrainedModel) -> str:

@@ -88,12 +88,12 @@ class _NoChance(UncompiledMode):
             raise self._refusal(func)
         return out
 
-    def _compared(self, func: Any, args: tuple[Any, ...], place: int, kwargs: Any) -> Any:
+    def _compared(self, func: Any, args: tuple[Any, ...], index: int, kwargs: Any) -> Any:
         """Return the result of comparing a random number, the same at both ends of its range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
-        ends = (torch.full_like(args[place], end) for end in _ENDS)
-        low, high = (func(*args[:place], end, *args[place + 1 :], **kwargs) for end in ends)
+        ends = (torch.full_like(args[index], end) for end in _ENDS)
+        low, high = (func(*args[:index], end, *args[index + 1 :], **kwargs) for end in ends)
         if not torch.equal(low, high):
             raise self._refusal(torch.ops.aten.rand.default)
         return low
@@ -391,15 +391,15 @@ def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
             handle.remove()
 
 
-def _is_whole(found: Tensor, whole: Tensor) -> bool:
+def _is_whole(actual: Tensor, whole: Tensor) -> bool:
     # Half of the dtype's digits, or of float32's for models that round to it inside.
     limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
-    return distance(found, whole) <= limit
+    return distance(actual, whole) <= limit
 
 
-def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tensor) -> None:
-    if not _is_whole(found, whole):
-        error = distance(found, whole)
+def _refuse_mixing(stages: CausalLMStages, how: str, actual: Tensor, whole: Tensor) -> None:
+    if not _is_whole(actual, whole):
+        error = distance(actual, whole)
         raise UnsupportedError(
             f"model: {type(stages.model).__name__} {how} differs by {error:.1e} from the model run "
             "whole; something in the model mixes tokens outside the attention interface"
@@ -555,10 +555,10 @@ def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
     return call.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the relative L2 distance, |found - expected| / |expected|."""
-    found, expected = found.double(), expected.double()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative L2 distance, |actual - expected| / |expected|."""
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 # -- attention during the probe -----------------------------------------------------------------

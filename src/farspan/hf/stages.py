@@ -108,12 +108,12 @@ class _Recorder(StandIn):
 class _Inject(StandIn):
     """Stand-in for all layers that returns a given hidden state, on which the head then runs."""
 
-    def __init__(self, layer: nn.Module, given: Any):
+    def __init__(self, layer: nn.Module, hidden: Any):
         super().__init__(layer)
-        self._given = given
+        self._hidden = hidden
 
     def forward(self, _: Tensor, *__: Any, **___: Any) -> Any:
-        return self._given
+        return self._hidden
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -97,9 +97,9 @@ class StandIn(nn.Module):
             return getattr(object.__getattribute__(self, "_module"), name)
 
 
-def forwards(found: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
+def forwards(by_module: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
     """Yield what `put_in` needs to give modules other forwards."""
-    return ((vars(module), "forward", forward) for module, forward in found.items())
+    return ((vars(module), "forward", forward) for module, forward in by_module.items())
 
 
 def replacements(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Part]:

@@ -327,10 +327,10 @@ class _Probe:
                 found[place] = apart if own is None else own + apart
         return found
 
-    def _same(self, found: list[Tensor | None], plain: list[Tensor | None]) -> bool:
+    def _same(self, actual: list[Tensor | None], plain: list[Tensor | None]) -> bool:
         limit = MIXING[next(p.dtype for p in plain if p is not None)]
         whole = sum(float(p.double().norm()) ** 2 for p in plain if p is not None) ** 0.5
-        for ours, theirs in zip(found, plain, strict=True):
+        for ours, theirs in zip(actual, plain, strict=True):
             if ours is None or theirs is None:
                 if ours is not theirs:
                     return False

@@ -106,7 +106,7 @@ class _RegisterWalk:
         self.on_host = frozenset(buffer.name for buffer in buffers if buffer.tier is HOST)
 
     def with_weights(self, instruction: Instruction) -> list[Access]:
-        return self.of(instruction) + self._weights(instruction)
+        return self.accesses(instruction) + self._weights(instruction)
 
     def _weights(self, instruction: Instruction) -> list[Access]:
         """Return the accesses to the device buffers of streamed weights and their gradients."""
@@ -139,7 +139,7 @@ class _RegisterWalk:
     def _group(self, layer: int) -> int:
         return next(i for i, (_, stop) in enumerate(self.program.groups) if layer < stop)
 
-    def of(self, instruction: Instruction) -> list[Access]:
+    def accesses(self, instruction: Instruction) -> list[Access]:
         match instruction:
             case Fetch(source, target, chunk):
                 return self._copy(FETCH, source, target, chunk)
@@ -261,7 +261,7 @@ def _writes(*places: Place) -> list[Access]:
 def footprints(program: Program) -> Iterator[list[Access]]:
     """Yield the buffer accesses of each instruction, in the program's order."""
     walk = _RegisterWalk(program)
-    return map(walk.with_weights if walk.streams else walk.of, program.instructions)
+    return map(walk.with_weights if walk.streams else walk.accesses, program.instructions)
 
 
 def lane_of(instruction: Instruction) -> Lane:

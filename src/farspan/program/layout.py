@@ -433,32 +433,32 @@ class Parallel:
 Given = Parallel | Auto | None  # `parallel` of a run file
 
 
-def check_ranks(given: Given, ranks: int | None) -> Given:
+def check_ranks(parallel: Given, ranks: int | None) -> Given:
     """Return a run file's `parallel` with `data` filled in for the number of started ranks (None
     without a launcher). Raises UnsupportedError if `parallel` needs another number of ranks."""
-    if isinstance(given, Parallel):
+    if isinstance(parallel, Parallel):
         try:
-            return replace(given, data=given.layout(ranks or 1).data)
+            return replace(parallel, data=parallel.layout(ranks or 1).data)
         except UnsupportedError as error:
-            many = given.asked()
-            if given.data is None:  # as many of the started ranks as can share it
+            many = parallel.asked()
+            if parallel.data is None:  # as many of the started ranks as can share it
                 many *= max(1, (ranks or 1) // many)
             raise UnsupportedError(f"{error}; start {many}: {COMMAND.format(many)}") from error
-    if given is None and ranks is not None and ranks > 1:
+    if parallel is None and ranks is not None and ranks > 1:
         raise UnsupportedError(
             f"parallel: missing, but {ranks} ranks were started; set it to auto to share every "
             f"sequence, or to data: {ranks} for that many replicas"
         )
-    return given
+    return parallel
 
 
-def layout_of(given: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
+def layout_of(parallel: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
     """Return the layout of a run on `ranks` ranks. `model` is called only if its heads decide."""
-    if isinstance(given, Parallel):
-        return given.layout(ranks)
+    if isinstance(parallel, Parallel):
+        return parallel.layout(ranks)
     return ALONE if ranks == 1 else sequence_layout(model(), ranks)
 
 
-def replicas(given: Given) -> int:
+def replicas(parallel: Given) -> int:
     """Return the number of data-parallel replicas that a run file sets."""
-    return (given.data or 1) if isinstance(given, Parallel) else 1
+    return (parallel.data or 1) if isinstance(parallel, Parallel) else 1
