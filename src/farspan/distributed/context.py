@@ -74,9 +74,13 @@ class ParallelContext:
             self.among(*axes)
 
     def among(self, *axes: str, alone: bool = True) -> Communicator:
-        """Return the communicator of the ranks that differ from this one only along these axes. The
-        first call with these axes is a collective of all ranks. With `alone`, a communicator of
-        this rank only may have no process group."""
+        """Return the communicator of the ranks that differ from this one only along some axes. The
+        first call with these axes is a collective of all ranks.
+
+        Args:
+            axes: Names of axes of the layout.
+            alone: Whether a communicator of this rank alone may have no process group.
+        """
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
             self.groups[axes] = Communicator(None)
@@ -158,7 +162,6 @@ class ParallelContext:
         return self.scopes[scope]
 
     def _texts(self, mine: str) -> list[str]:
-        """Return every rank's text, in the order of ranks."""
         peers = self.among(*AXES)
         encoded = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
         sizes = [size for (size,) in self.figures([len(encoded)])]
@@ -183,7 +186,12 @@ class ParallelContext:
         return "; ".join(differences[:SHOWN]) + f"{more}; give every rank the same"
 
     def refuse_unlike(self, what: str, value: Fact) -> None:
-        """Raise UnsupportedError on all ranks if `value`, named `what`, differs between them."""
+        """Raise UnsupportedError on all ranks if a value differs between them.
+
+        Args:
+            what: The name of the value in the error.
+            value: This rank's text, tensor or tensors by name.
+        """
         with self.agreement(what) as same:
             same.add({what: value})
 
@@ -228,7 +236,7 @@ def run_on_rank0(
     what: str = "its work for all ranks",
 ) -> T:
     """Run `work` on rank 0 alone and return its result on every rank; the other ranks wait.
-    Exceptions of the types in `raised` are raised on every rank. `what` is its name in timeouts."""
+    Exceptions of types in `raised` are raised on all ranks; `what` names the work in timeouts."""
     said: tuple[Any, Exception | None] = None, None
     if dist.get_rank() == 0:
         try:

@@ -295,8 +295,7 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own_fault(self, error: BaseException, words: str) -> Fault:
-        """Return the fault of this rank for `error`; its `words` are left out if it is a
-        timeout."""
+        """Return this rank's fault for `error`, with its `words` unless it is a timeout."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
@@ -421,7 +420,7 @@ class FailureDetector:
         return home.machine == self._home.machine and _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
-        """Publish `fault` unless another fault already is published; return the published one."""
+        """Publish `fault` unless another fault is already published; return the published one."""
         if store.add("faults", 1) == 1:
             store.set("fault", json.dumps([fault.rank, fault.cause]))
         return self._read_fault(store)

@@ -107,7 +107,7 @@ def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
-    """Raise UnsupportedError if two parameters share memory, since updates would overwrite it."""
+    """Raise UnsupportedError if two parameters share memory, which their shards would not share."""
     spans = []
     for unit in units:
         for x, (name, _) in unit.items():
@@ -350,12 +350,11 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce(self, unit: int, totals: Totals) -> None:
-        """Reduce-scatter a unit's gradients: take the whole parameters' gradients out of `totals`,
-        sum each over ranks in the order of ranks, and add this rank's rows to `.grad` of the
-        shards.
+        """Reduce-scatter a unit's gradients: take those of whole parameters out of `totals`, sum
+        them over ranks in the order of ranks, and add this rank's rows to `.grad` of the shards.
 
         A rank without a gradient of a parameter contributes zeros; if no rank has one, `.grad`
-        stays. In ZERO_1 gradients add up until the step's end.
+        stays as it is. In ZERO_1 gradients add up until the step's end.
         """
         state = self._units[unit]
         gradients = {cut.whole: totals.pop(cut.whole) for cut in state.cuts if cut.whole in totals}
@@ -518,7 +517,6 @@ class ShardedParameters:
             self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
 
     def _summed(self, unit: _FsdpUnit, totals: Totals) -> list[_ShardedParameter]:
-        """Return the unit's parameters that have a gradient on at least one rank."""
         cuts = [cut for cut in unit.cuts if cut.own.requires_grad]
         if not cuts:
             totals.clear()

@@ -49,7 +49,7 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """`KeyValues` that are also read and added to as whole rows, in the layout that ranks send."""
+    """K, V of earlier chunks (`KeyValues`) that are also read and added to as whole rows."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
         """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks, T rows."""
@@ -210,7 +210,6 @@ class _Pass:
     received: tuple[Tensor, Tensor]
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the transfers, and return the received tensors."""
         for work in self.works:
             work.wait()
         self.sent = ()

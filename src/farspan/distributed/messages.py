@@ -32,7 +32,7 @@ MOST_BYTES = 2**31  # of a message: plans of 70B models take 2 MB
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the value of each rank of `group`, in the order of ranks. Raises TypeError if `value`
-    is not data, and RankFailed, naming the rank, if a rank sent something other than a message."""
+    is not plain data, and RankFailed, naming the rank, if a rank sent anything but a message."""
     if group is None:
         record_sync()
     mine = np.frombuffer(encode(value), dtype=np.uint8).copy()
@@ -53,7 +53,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def broadcast(value: Any) -> Any:
     """Return rank 0's value on every rank; other ranks' values are ignored. Raises TypeError if the
-    value is not data, and RankFailed if rank 0 sent something other than a message."""
+    value is not plain data, and RankFailed if rank 0 sent anything but a message."""
     record_sync()
     if dist.get_rank() == 0:
         _give(value, partial(dist.broadcast, src=0))
@@ -62,7 +62,7 @@ def broadcast(value: Any) -> Any:
 
 
 def send(value: Any, to: int) -> None:
-    """Send a value to rank `to`, which calls `receive`. Raises TypeError if it is not data."""
+    """Send a value to rank `to`, which calls `receive`. Raises TypeError if not plain data."""
     _give(value, partial(dist.send, dst=to))
 
 
@@ -103,7 +103,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value as a message, which is JSON. Raises TypeError if the value is not data."""
+    """Encode a value as a message, which is JSON. Raises TypeError if it is not plain data."""
     try:
         return json.dumps(_plain(value)).encode()
     except RecursionError as error:

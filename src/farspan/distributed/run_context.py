@@ -66,8 +66,8 @@ def _placed(rank: int, ranks: int) -> LaunchEnv:
 def process_group(
     launch: LaunchEnv, device: torch.device, seconds: float
 ) -> Iterator[CooperativeStop]:
-    """Inside the block, have a process group with a FailureDetector, and yield its CooperativeStop.
-    A group that already exists is used, and kept at the end.
+    """Provide a process group with a FailureDetector inside the block, and yield its
+    CooperativeStop. A group that already exists is used, and kept at the end.
 
     A collective fails after `seconds`. An error that leaves the block names the first rank that
     failed. Raises RankFailed if the ranks do not come together; if the store is silent meanwhile,
@@ -334,7 +334,7 @@ class DistributedContext:
 def join_run(
     launch: LaunchEnv | None, device: torch.device, values: Mapping[str, Any], timeout: float
 ) -> Iterator[DistributedContext]:
-    """Inside the block, have this process joined to its run: all processes, known to have the same
+    """Join the processes of a run for the duration of the block, and check that they have the same
     settings. `device` is the run file's device, `values` are its settings by dotted key. Raises
     UnsupportedError if settings differ between ranks, and RankFailed if another rank failed."""
     if launch is None:

@@ -82,12 +82,12 @@ class TensorParallel:
     def shell(
         self, index: int, layer: Module, counts: Counts, inside: BlockWrapper | None = None
     ) -> Module:
-        """Return a copy of layer `index` that reads and returns this rank's tokens only, [B,
-        counts[peer], h].
+        """Return a copy of layer `index` that reads and returns this rank's tokens, [batch, tokens,
+        hidden].
 
-        The layer's other inputs (position embeddings) cover the tokens of all peers, in their
-        order; attention is called with those tokens and this rank's heads. `inside` may replace a
-        block that runs on all tokens, for example by one that runs in tiles.
+        `counts` are the tokens of each peer. The layer's other inputs (position embeddings) cover
+        the tokens of all peers, in their order; attention is called with those tokens and this
+        rank's heads. `inside` may replace a block that runs on all tokens, for example by tiles.
         """
 
         def gather(_: str, x: Tensor, dim: int) -> Tensor:
@@ -126,7 +126,7 @@ class _SharedBlock(StandIn):
 
 
 class _Wide(nn.Module):
-    """Stand-in for a module that needs the features of all ranks; returns this rank's part of its
+    """Stand-in for a module that needs all ranks' features; it returns this rank's part of the
     outputs.
 
     The backward gathers the gradients of all features too. So the module computes the same bits as

@@ -94,7 +94,7 @@ class TensorPlan:
     def cuts(self) -> dict[str, ParameterCut]:
         """Sharding of each sharded parameter, by its name in the model. Gradients of a layer's
         other parameters are complete only when summed over the ranks of `tensor`: norms see a
-        rank's own tokens, norms in attention its own heads, and a rowwise bias is added to its own
+        rank's own tokens, norms in attention its own heads, and rowwise biases are added to its own
         tokens."""
         return {
             f"{self.prefix}.{index}.{name}": cut
@@ -162,8 +162,7 @@ class _PlanReader:
         return LayerPlan(tuple(blocks), cuts)
 
     def _named(self, layer: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the names in a layer to which transformers' plan gives a style, each with its
-        style."""
+        """Yield the names in a layer to which transformers' plan gives a style, and the style."""
         names = [name for name, _ in layer.named_modules()]
         names += [name for name, _ in layer.named_parameters()]
         for name in names:
@@ -206,7 +205,7 @@ class _PlanReader:
         return TensorBlock(name, last[0], attends, tuple(_wide(module, widths, styles)))
 
     def _parts(self, style: str, outputs: int, features: int, attends: bool) -> tuple[int, ...]:
-        """Return the numbers of a weight's outputs that belong to its parts, such as Q, K and V."""
+        """Return how many of a weight's outputs belong to each of its parts, such as Q, K, V."""
         if style == "colwise":
             return (outputs,)
         of_keys = features // self.heads * self.kv_heads

@@ -37,8 +37,7 @@ BATCHES = 1, 2  # sequences of measured scans
 @torch.no_grad()
 def describe(stages: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
     """Describe a model as a ModelSpec. Raises UnsupportedError if it cannot run exactly in chunks.
-    `device` runs the model's cells if weights lie elsewhere: which tensors autograd saves depends
-    on the device."""
+    Its cells will run on `device`, which decides what autograd saves; weights may lie elsewhere."""
     return _described(stages, probe_layers, device)
 
 
@@ -230,7 +229,7 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
 
 def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
     """Estimate a layer's work from its weights and saved bytes. Every matrix is multiplied once per
-    token, `active` matrices of stacked experts. Convolutions over a few tokens are left out. Saved
+    token, but of stacked experts only `active`. Convolutions over a few tokens are left out. Saved
     tensors are written and read once, a lower bound of element-wise traffic."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]

@@ -75,8 +75,8 @@ class Numbers:
     def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
         """Yield (index, numbers, scratch) for each piece of x [batch, tokens, features]: the
         piece's index in x, its random numbers (int32), and scratch memory of the same size. The
-        next piece overwrites numbers and scratch. On the meta device nothing is yielded, but memory
-        is allocated."""
+        next piece overwrites numbers and scratch. On the meta device memory is allocated, but
+        nothing yielded."""
         batch, tokens, features = x.shape
         memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
         of_tokens, f = self.words(x)
@@ -139,7 +139,7 @@ def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbe
 
 
 def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
-    """Add noise, uniform from -most to most in steps of 24 bits, to x [batch, tokens, hidden]."""
+    """Add noise, uniform from -most to most with 24 random bits, to x [batch, tokens, hidden]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for place, number, beside in numbers.fill(x):
         torch.bitwise_right_shift(number, 8, out=number)

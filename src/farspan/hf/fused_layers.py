@@ -205,7 +205,7 @@ def _activated(act: Act, x: Tensor) -> Tensor:
 
 
 def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
-    """Return whether the named modules are an MLP's gate, up and down, or (gate and up), down."""
+    """Return whether the named modules are an MLP's gate, up and down, or gate-up and down."""
     *ups, down = names
     outer = INNER if len(ups) == 2 else 2 * INNER
     matrices = {name: _random(outer, WIDTH, seed=4 + i) for i, name in enumerate(ups)}

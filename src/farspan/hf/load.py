@@ -165,7 +165,7 @@ def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a file's value with {"__float__": "Infinity"}, which JSON lacks, read as a float."""
+    """Return a JSON value in which {"__float__": "Infinity"} and the like are floats again."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -227,9 +227,9 @@ def load_model(
 
 
 def _leave_files(model: nn.Module) -> None:
-    """Copy tensors out of mapped weight files of which little is used, since one tensor keeps all
-    pages of its file in memory. A 135M model in four bits would keep 528 MiB for 109 MiB of
-    embeddings."""
+    """Copy tensors out of mapped weight files of which little is used: one tensor keeps all pages
+    of its file in memory, such as 528 MiB for 109 MiB of embeddings of a 135M model in four
+    bits."""
     if not MAPS.exists():
         return
     weights = (*model.parameters(), *model.buffers())
@@ -288,7 +288,7 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def _naming(overrides: dict[str, Any]) -> Iterator[None]:
-    """Name the overrides in the error of a model that cannot be made inside the context, since a
+    """Inside the context, add the overrides to the error of a model that cannot be made, since a
     family's own code names no fields."""
     try:
         yield
@@ -399,7 +399,6 @@ def _with_saved_weights(
 
 
 def _few(names: set[str]) -> str:
-    """Return text with the first names and how many more there are."""
     shown = sorted(names)[:NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -585,8 +584,8 @@ def add_adapters(
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Save a model for `from_pretrained`, or its adapters for PeftModel's, with `weights` for its
-    own."""
+    """Save a model for `from_pretrained`, or its adapters for PeftModel's; `weights` replace those
+    of the model."""
     adapters = getattr(model, "peft_config", {})
     if not isinstance(model, PreTrainedModel) or list(adapters) != [ADAPTER]:
         given = {} if weights is None else {"state_dict": weights}
@@ -608,7 +607,6 @@ def stacked_experts(model: nn.Module) -> bool:
 
 
 def _linears(model: Any) -> dict[str, Any]:
-    """Return the linear modules in the layers, by their names in the model."""
     inside = {id(module) for layer in CausalLMStages(model).layers for module in layer.modules()}
     return {
         name: module

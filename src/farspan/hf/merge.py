@@ -260,7 +260,6 @@ def _weight_of(module: str) -> str:
 
 
 def _copy_others(source: Path, target: Path, *without: str) -> None:
-    """Copy the files of a folder, except weights, to another folder."""
     for path in source.iterdir():
         if path.is_file() and path.name not in without and not path.name.endswith(SUFFIXES):
             shutil.copyfile(path, target / path.name)

@@ -276,7 +276,7 @@ def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[
     """Return the RoPE parameters, as (kind of layer, name), that a field of config.json sets.
     Families name such fields differently (rotary_pct, rope_local_base_freq, global_rope_theta) and
     read common fields in their own way. So the configuration is read twice, with different values
-    in the field: the field sets the parameters that follow both values."""
+    in the field: it sets the parameters that have the field's value both times."""
     before = ropes(config)
     asked = name in SPELLINGS or not _has(config, name) or name.startswith(("rope_", "rotary_"))
     if not before or not asked:

@@ -211,7 +211,7 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
 
 
 def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
-    """Return the spec of a layer without attention: the states that it passes on."""
+    """Return the spec of a layer without attention, with the states that the layer passes on."""
     states = RecurrentStates()
     stages.run_layer(index, hidden, with_states(call, states))
     return replace(UNATTENDING, state=state_spec(states.after))
@@ -286,8 +286,8 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
 
 def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
     """Raise UnsupportedError if the model's own loss is not the mean cross-entropy of its logits,
-    as in a step and in transformers' classes. A function or hook that was set later may change
-    it."""
+    which a step computes. transformers' classes compute that, but a later function or hook may
+    not."""
     standard: Any = LOSS_MAPPING["ForCausalLM"]
     what = {
         "a forward that was set on it": "forward" in vars(model),
@@ -633,8 +633,8 @@ class Float64Mode(UncompiledMode):
     not see: so a float64 model can be a reference. Many families round to float32 on the way:
     gradients of Gemma's norm weights are then sums over tokens in float32, DeepSeek's router is a
     matrix product in float32, and where a sequence is cut changes how a recurrence rounds, by 1e-4
-    in gradients of decays. The uncut sequence is as far from float64. For models without a float32
-    parameter, whose gradient would change its dtype."""
+    in gradients of decays. The uncut sequence is as far from float64. Models with float32
+    parameters cannot use the mode, which would change the dtype of their gradients."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

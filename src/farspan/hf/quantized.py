@@ -103,8 +103,7 @@ def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: A
 
 def settle(model: nn.Module, dtype: torch.dtype) -> None:
     """Set the dtype in which packed weights are multiplied, and keep bitsandbytes 0.50 from
-    repacking them, which it does on some CPUs in eval mode and which leaves them without
-    gradients."""
+    repacking them, as it does on some CPUs in eval mode: repacked weights pass no gradients."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if is_packed(module):
@@ -213,8 +212,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int, Any]:
-    """Return plain linear modules to replace packed ones in a `deepcopy`, as its memo. `weight`
-    makes the weight of each."""
+    """Return a memo with which `deepcopy` puts plain linear modules in place of packed ones.
+    `weight` returns the weight for a packed module."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if not is_packed(module):

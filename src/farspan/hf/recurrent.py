@@ -28,7 +28,7 @@ class _Known(Exception):
 
 @dataclass(slots=True)
 class RecurrentStates:
-    """Cache of one layer's states, which have the family's own numbers: `conv.0`, `recurrent.0`."""
+    """Cache of one layer's states, named by the family's own numbers: `conv.0`, `recurrent.0`."""
 
     before: Mapping[str, Tensor] = field(default_factory=dict)  # empty: a sequence begins
     wanted: frozenset[str] = frozenset()  # names after which to stop; empty: run to the end

@@ -118,8 +118,8 @@ class _Inject(StandIn):
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile or single-process data parallelism. Raises
-    UnsupportedError for a wrapper that averages gradients over ranks by hooks, which a step would
-    not call."""
+    UnsupportedError for a wrapper whose hooks average gradients over ranks, since a step does not
+    call hooks."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ranks = torch.distributed.get_world_size(model.process_group)
@@ -247,12 +247,12 @@ class CausalLMStages:
         return None
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        """Return layer 0's input, [batch, tokens, hidden], and the call of each layer."""
+        """Return layer 0's input, [batch, tokens, hidden], and each layer's arguments."""
         input_ids = tokens_as_read(self.model, input_ids)
         return self._record(input_ids=input_ids, position_ids=position_ids)
 
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
-        """Return the call of each layer at these positions, without running the embedding."""
+        """Return each layer's arguments at these positions, without running the embedding."""
         return self._record(**self._without_lookup(batch, position_ids))[1]
 
     def _without_lookup(self, batch: int, position_ids: Tensor) -> dict[str, Tensor]:
@@ -273,9 +273,8 @@ class CausalLMStages:
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
-        """Return, for each layer, the names of arguments in which the model passes a cache: they
-        are None with use_cache=False, and objects with True. The names differ by family and
-        release."""
+        """Return, for each layer, the names of the arguments in which the model passes a cache,
+        which differ by family and release: None with use_cache=False, objects with True."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
@@ -314,8 +313,8 @@ class CausalLMStages:
         )
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
-        """Call `run` with whether stand-ins return tuples, as Bamba's layers do, or a hidden state
-        alone, as most do. The variant that works is used from then on."""
+        """Call `run(in_tuples)`, where stand-ins for layers return tuples, as Bamba's layers do, or
+        a hidden state alone, as most do. The variant that works is used from then on."""
         if self._in_tuples:
             return run(True)
         try:
@@ -403,8 +402,8 @@ class CausalLMStages:
         return cast(PreTrainedModel, inner)
 
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
-        """Return a copy of a module around the layers with the children `inside`; its other
-        children run as `run_in` set."""
+        """Return a copy of a module around the layers, with the children `inside`; its other
+        children are the shells of `run_in`."""
         children = module.named_children()
         return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 

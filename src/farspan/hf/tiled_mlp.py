@@ -174,7 +174,7 @@ OFF = "leave mlp_chunk_size out"
 
 @dataclass(slots=True)
 class _ChildUse:
-    """What one child of a layer did while the layer ran on a few tokens."""
+    """Observations of one child of a layer, made while the layer ran on a few tokens."""
 
     calls: int = 0
     attends: bool = False
@@ -199,8 +199,7 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
     """Return, by layer, the children that probably may run on tiles, for a model without values,
-    where no proof is possible. Gradients count as dependent on every child's output that autograd
-    saves."""
+    where no proof is possible. Gradients count as dependent on outputs that autograd saves."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:
@@ -283,8 +282,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Return the children with whether gradients depend on their output's values, after a check
-        that tiles change no gradient."""
+        """Return the children, each with whether gradients depend on its output's values, after a
+        check that tiles change no gradient."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []
@@ -410,7 +409,6 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
 
 
 def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
-    """Return a shallow copy of the layer in which one child's output is NaN."""
     return shell_of(layer, {name: _BlankOut(layer.get_submodule(name), outputs)})
 
 

@@ -208,7 +208,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def refuse_untrained(model: nn.Module) -> None:
-    """Raise UnsupportedError if no parameter, or no merged adapter, would get a gradient."""
+    """Raise UnsupportedError if no parameter requires gradients, or trained adapters are merged."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError(
             "model: no parameter requires a gradient, so there is nothing to train; load "
@@ -255,7 +255,7 @@ def _packs_for_inference(module: nn.Module) -> bool:
 
 
 def refuse_places(model: nn.Module) -> None:
-    """Raise UnsupportedError for weights on several devices, where `device_map` puts them."""
+    """Raise UnsupportedError for weights on several devices, as `device_map` leaves them."""
     where = {str(parameter.device): name for name, parameter in model.named_parameters()}
     if len(where) > 1 or "meta" in where:
         found = ", ".join(f"{name} on {device}" for device, name in where.items())
@@ -303,8 +303,8 @@ def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 
 def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
     """Return the longest document in tokens, None without a limit: max_position_embeddings, or more
-    if RoPE is stretched. A model whose frequencies do not show the stretching counts as not
-    stretched."""
+    if RoPE is stretched. In a model, as opposed to a configuration, RoPE counts as stretched only
+    if its frequencies are."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -411,7 +411,6 @@ def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
 
 
 def _rounded(factor: float) -> float:
-    """Return the factor rounded up to two decimals."""
     return math.ceil(100 * factor) / 100
 
 
@@ -485,7 +484,7 @@ def _in_words(rope: dict[str, Any]) -> str:
 
 
 def chooses_by_length(config: PretrainedConfig) -> bool:
-    """Return whether a RoPE's tables depend only on the longest position of a sequence."""
+    """Return whether the model's RoPE chooses its table by the longest position of a sequence."""
     return LONG_ROPE in rope_types(config)
 
 
@@ -551,7 +550,7 @@ def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def freeze_unmet(model: PreTrainedModel) -> None:
     """Freeze parameters to which text gives no gradients, so that optimizers hold no states for
-    them."""
+    these."""
     met = {id(p) for _, module in text_modules(model) for p in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in met:

@@ -180,8 +180,8 @@ def _tiles(block: Block, window: int, size: int) -> Iterator[Block]:
 
 
 def most_tokens(row: int) -> int:
-    """Return the largest number of queries or keys in one attention call. `row` is the number of
-    elements per token, of all sequences and query heads, as flash attention stores dK, dV."""
+    """Return the largest number of queries or keys in one attention call: kernels count elements in
+    32 bits. `row` is the number of elements per token, over all sequences and query heads."""
     most = (INDEXED - 1) // row
     return most // EVEN * EVEN or most
 
@@ -207,8 +207,8 @@ def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
 def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
     """Cut a block into blocks of at most `most` queries and `most` keys.
 
-    A square becomes squares on its diagonal and rectangles below them, squares first: they share no
-    query, so each starts the sum of its queries.
+    A square becomes squares on its diagonal and rectangles below them, squares first: no two
+    squares share a query, so squares can set the results to which rectangles add.
     """
     if max(block.queries, block.keys) <= most:
         return (block,)
@@ -398,11 +398,11 @@ def plan_held_blocks(
     held: Held | None = None,
 ) -> tuple[Block, ...]:
     """Return blocks that cover the attention of queries [q_start, q_stop) to the keys that a rank
-    holds, in coordinates (see `Block`).
+    holds, in the coordinates of `Block`.
 
     Every visible (row, query, held key) is in exactly one block; a query that sees no held key is
-    in none. Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no
-    queries. For the other arguments, and without `held`, see `plan_blocks`.
+    in none. Rows before q_start's are cut at multiples of `kv_block`. q_start may equal q_stop. For
+    the other arguments, and without `held`, see `plan_blocks`.
     """
     if held is None:
         return plan_blocks(q_start, q_stop, kv_block, window, document_starts)
@@ -413,7 +413,7 @@ def plan_held_blocks(
 
 
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
-    """Cut blocks of all keys (`plan_blocks`) to keys that a rank holds, as `Block` counts them."""
+    """Cut blocks of all keys (`plan_blocks`) to the keys of one rank, in `Block`'s coordinates."""
     pieces, found = held.pieces(), list[Block]()
     for block in blocks:
         if block.causal:
@@ -443,8 +443,8 @@ def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
 def _in_window(
     block: Block, held: Held, pieces: Sequence[_Piece], kv_block: int
 ) -> Iterator[Block]:
-    """Yield blocks of earlier held keys: one for each piece of keys that only some queries see,
-    then rectangles of the keys that all queries see."""
+    """Yield blocks of the earlier keys that a rank holds: for each held range one of the keys that
+    only some queries see, then rectangles of the keys that all queries see."""
     assert block.window is not None, block
     by_all = max(block.k_start, min(block.k_stop, block.q_stop - block.window))
     for piece in _between_held(pieces, block.k_start, by_all):
@@ -466,7 +466,7 @@ def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
 
 
 def _to_rows(block: Block, shift: int) -> Block:
-    """Return a block of one held range with keys as rows; under a mask queries shift alike."""
+    """Return a block of one held range in the coordinates that `Block` describes."""
     keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
     if not block.causal and block.window is None:
         return keys
@@ -498,7 +498,7 @@ def seen_pairs(stop: int, window: int | None) -> int:
 
 
 def sparse_of(schedule: Schedule, layer: LayerSpec) -> Sparse | None:
-    """Return a layer's sparse attention; None if attention is exact, as with a window."""
+    """Return a layer's sparse attention; None if its attention is exact, as with a window."""
     return schedule.sparse if layer.window is None else None
 
 

@@ -42,7 +42,7 @@ def build_program(
 
     `chunks` replaces the token ranges of `chunks_of`. With `is_cut` the head runs on every chunk
     before the backward, which starts at instruction `Program.cut`. With `walked`, some chunks in
-    order, it is an outline that cannot be run: all buffers with their sizes, but only these chunks.
+    order, the result is an outline that cannot be run: it has all buffers, but only these chunks.
 
     Any order of cells that keeps their dependencies gives the same gradients; this one runs group
     by group, forward and then back. Raises UnsupportedError when the groups do not fit the model,
@@ -170,7 +170,7 @@ SHORTEST = 4
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Multiplications in a forward of all decoder layers with batch 1, by which chunks are cut."""
+    """Multiplications that tokens cost in one forward of all decoder layers, with batch 1."""
 
     linear: int  # per token
     widths: tuple[tuple[int | None, int], ...]  # window: multiplications per query and key
@@ -200,7 +200,7 @@ def is_balanced(schedule: Schedule, layout: Layout) -> bool:
 def chunks_of(
     model: ModelSpec, tokens: int, schedule: Schedule, layout: Layout
 ) -> tuple[Range, ...]:
-    """Return the token range of each chunk, the same for all ranks. `model` has all its layers."""
+    """Return the token range of each chunk, the same on all ranks. `model` is the whole model."""
     if is_balanced(schedule, layout):
         return balanced_ranges(costs_of(model), tokens, schedule.chunk)
     return chunk_ranges(tokens, schedule.chunk)

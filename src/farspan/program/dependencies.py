@@ -109,7 +109,7 @@ class _RegisterWalk:
         return self.accesses(instruction) + self._weights(instruction)
 
     def _weights(self, instruction: Instruction) -> list[Access]:
-        """Return the accesses to the device buffers of streamed weights and their gradients."""
+        """Return an instruction's reads and writes of streamed weights and their gradients."""
         weights, gradients = names.WEIGHTS, names.WEIGHT_GRADIENTS
         outer, outer_gradients = names.WEIGHTS_OUTER, names.WEIGHT_GRADIENTS_OUTER
         match instruction:
@@ -211,7 +211,7 @@ class _RegisterWalk:
         return found
 
     def _pages(self, i: Forward) -> list[Access]:
-        """Return the accesses of a forward cell to page means and chosen pages."""
+        """Return a forward cell's reads and writes of page means and chosen pages."""
         found = []
         if i.means is not None and i.write_kv is not None:
             found += _writes(self._place(i.means, i.chunk))
@@ -259,7 +259,7 @@ def _writes(*places: Place) -> list[Access]:
 
 
 def footprints(program: Program) -> Iterator[list[Access]]:
-    """Yield the buffer accesses of each instruction, in the program's order."""
+    """Yield each instruction's reads and writes of buffers, in the program's order."""
     walk = _RegisterWalk(program)
     return map(walk.with_weights if walk.streams else walk.accesses, program.instructions)
 
@@ -319,7 +319,7 @@ def _never() -> list[int]:
 
 
 def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order, ...]:
-    """Return the waits of each instruction, by lane. Tests restrict them to some `hazards`."""
+    """Return each instruction's waits for other lanes; with `hazards`, only for these reasons."""
     derivation = _Derivation(program, frozenset(hazards))
     return tuple(
         derivation.order(index, i, accesses)
@@ -365,9 +365,9 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Derivation:
-    """State while waits are derived. Invariant: `known[x][y]` is the latest instruction of lane y
-    that lane x has waited for, directly or through other lanes; `then[x][i]` is a copy of
-    `known[x]` from when x had finished its part of instruction i."""
+    """Derivation of waits, instruction by instruction. Invariant: `known[x][y]` is the latest
+    instruction of lane y that lane x has waited for, directly or through other lanes; `then[x][i]`
+    is a copy of `known[x]` from when x had finished its part of instruction i."""
 
     program: Program
     hazards: frozenset[Hazard]
@@ -404,7 +404,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Update `after`, the latest instruction to wait for on each lane, for one access."""
+        """Raise `after`, the instruction to wait for on each lane, to what one access requires."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]

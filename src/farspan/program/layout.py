@@ -147,7 +147,7 @@ class Rank:
         return found
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ only along these axes, itself included, ascending."""
+        """Return this rank and those that differ from it only along these axes, ascending."""
         numbers, stride, base = [0], 1, 0
         for axis in AXES:
             extent = getattr(self.layout, axis)
@@ -159,7 +159,7 @@ class Rank:
         return tuple(sorted(base + n for n in numbers))
 
     def tokens(self, chunk: Range, *axes: str) -> Range:
-        """Return the tokens of a chunk that the rank and its peers along innermost axes have."""
+        """Return the tokens of a chunk that this rank and its peers along these axes have."""
         assert axes == SEQUENCE[: len(axes)], axes
         places = [n % self.layout.sequence() for n in self.peers(*axes)]
         return part(chunk, min(places), self.layout.sequence())[0], (
@@ -231,7 +231,7 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with the elements per token that states of recurrent layers take in buffers.
+    """Return the model with `row` filled in for recurrent states: elements per token in buffers.
     Raises UnsupportedError for a chunk of one token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
@@ -330,14 +330,14 @@ def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
 
 
 def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
-    """Return the number of a chunk's tokens on each Ulysses peer, tensor peers included."""
+    """Return how many of a chunk's tokens each Ulysses peer has, together with its tensor peers."""
     held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
     return tuple(stop - start for start, stop in held)
 
 
 @lru_cache(maxsize=64)
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with one rank's heads. Raises UnsupportedError if they do not divide."""
+    """Return the model with one rank's share of heads. Raises UnsupportedError if uneven."""
     refuse_shared_states(model, layout)
     if layout.ulysses * layout.tensor == 1:
         return model
@@ -453,7 +453,7 @@ def check_ranks(parallel: Given, ranks: int | None) -> Given:
 
 
 def layout_of(parallel: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
-    """Return the layout of a run on `ranks` ranks. `model` is called only if its heads decide."""
+    """Return the layout of a run on `ranks` ranks. `model` is called if its heads decide it."""
     if isinstance(parallel, Parallel):
         return parallel.layout(ranks)
     return ALONE if ranks == 1 else sequence_layout(model(), ranks)

@@ -193,8 +193,8 @@ class Group:
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
         """Return the bytes of activations that the layer saves for one chunk. If chunks are equal,
-        a shorter last chunk takes as many bytes as the rest. O and LSE count unless another buffer
-        is sure to hold them; the layer's input counts unless it is saved between groups."""
+        a shorter last chunk takes as many bytes as others. O and LSE count unless another buffer is
+        sure to hold them; the layer's input counts unless it is saved between groups."""
         ledger = self.ledger
         start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return the bytes per token by which cells of chunks shorter than the first shrink."""
+        """Return the bytes by which a cell is smaller for each token less than the first chunk."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
@@ -220,7 +220,7 @@ class Group:
         return schedule.attention_save_fraction < schedule.activation_save_fraction or is_outermost
 
     def _input_row(self, layer: int) -> int:
-        """Return the bytes per token and sequence of the layer's input in its cell, 0 without."""
+        """Return the bytes per token and sequence of the layer's input if cells save it, else 0."""
         model = self.ledger.model
         inside = model.layers[layer].saves_input and layer != self.layers[0]
         return inside * model.hidden * model.element_bytes

@@ -393,7 +393,7 @@ def activation_row_bytes(
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Return the bytes of each cell in a buffer, from its chunk's rows (see `Buffer`)."""
+    """Return the bytes of each cell in a buffer, by its chunk's rows (see `Buffer.cell_row`)."""
     lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 

@@ -96,8 +96,19 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy(name: str, layers: int, tokens: int) -> Schedule:
-    """Return a strategy's schedule by its name. Those of published systems exchange all heads at
-    once. Raises UnsupportedError for an unknown name."""
+    """Return the schedule of a strategy.
+
+    Args:
+        name: One of `STRATEGIES`, such as fpdt.
+        layers: Number of the model's decoder layers.
+        tokens: Number of tokens in a sequence.
+
+    Returns:
+        The strategy's own defaults; published strategies exchange all heads at once.
+
+    Raises:
+        UnsupportedError: The name is unknown.
+    """
     check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
     return schedule if name == GROUPED else replace(schedule, alltoall_splits=1)

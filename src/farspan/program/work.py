@@ -122,7 +122,6 @@ def _rows(program: Program, chunk: int) -> int:
 
 
 def _projections(program: Program, spec: LayerSpec) -> int:
-    """Return the multiplications per token of the q, k and v projections."""
     if spec.work.products:
         projected = spec.work.products[: spec.work.projections]
         return sum(inner * outer for inner, outer in projected)
