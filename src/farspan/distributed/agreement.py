@@ -111,7 +111,7 @@ def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield what is digested: shapes and dtypes, and the next elements. See Note: [Contents]."""
+    """Yield bytes of tensors for a digest: shapes, dtypes, next elements. See Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()

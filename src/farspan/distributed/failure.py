@@ -102,7 +102,7 @@ _SHARED = "all ranks raised the same error; rank 0 reports it"
 
 
 class RankFailed(RuntimeError):
-    """Error: another rank failed. The message names that rank and its cause."""
+    """Error about another rank's failure, whose message names that rank and the cause."""
 
 
 _FOREIGN = "the store of all ranks holds a value not from farspan (another program uses its port)"
@@ -324,7 +324,7 @@ class FailureDetector:
         return None
 
     def _behind(self) -> dict[int, str]:
-        """Return the activities of ranks with fewer synchronisations than this, slowest first."""
+        """Return, slowest first, the activities of ranks that have synchronised less than this."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
@@ -506,7 +506,7 @@ class CooperativeStop:
     `pass_place`, the heartbeat thread calls `look`, and signal handlers may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
-        """Create the stop of this rank, which waits up to `patience` seconds for other ranks."""
+        """Join as this rank; other ranks' answers are waited for up to `patience` seconds."""
         self._rank, self._ranks, self._patience = rank, ranks, patience
         self._changed = threading.Condition()
         self._asked = 0

@@ -177,7 +177,7 @@ class Ring:
 
 @dataclass(slots=True)
 class _PeerRows:
-    """K [T, B, Hk, D] and V [T, B, Hk, Dv] received from a peer, which are read as `KeyValues`."""
+    """K [T, B, Hk, D] and V [T, B, Hk, Dv] from a peer, in T rows, read by `KeyValues`' methods."""
 
     k: Tensor
     v: Tensor

@@ -257,8 +257,8 @@ def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
 
 
 def _column(where: str, leaf: str, style: str, block: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that the plan names "colwise" by one entry: a linear module's, or one
-    of the block itself, such as sinks."""
+    """Return the parameters of one "colwise" entry in the plan: those of a linear module, or one
+    parameter of the block itself, such as sinks."""
     direct = block._parameters.get(leaf)
     if direct is not None:
         return {leaf: direct}

@@ -101,7 +101,7 @@ def look(model: nn.Module) -> Look:
 
 
 def has_same_parts(before: Look, now: Look) -> bool:
-    """Return whether two looks have the same modules and parameters. Attributes may differ."""
+    """Return whether two fingerprints have the same modules and parameters."""
     parts = "_modules", "_parameters"
     pairs = zip(before.states, now.states, strict=False)
     same = all(a.get(name) == b.get(name) for (_, a), (_, b) in pairs for name in parts)
@@ -109,7 +109,7 @@ def has_same_parts(before: Look, now: Look) -> bool:
 
 
 def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | None:
-    """Name the first edit between two looks.
+    """Name the first edit of a model between two of its fingerprints.
 
     Args:
         before: The earlier look.
@@ -178,9 +178,9 @@ class _ModelWalk:
         return Same(value, kind.__qualname__)
 
     def _queue(self, value: Any, name: object) -> None:
-        """Queue an object under the name of the attribute that first led to it, if it is a module,
-        a configuration, or another object that a module holds. Objects that only the latter hold
-        are compared by identity."""
+        """Queue an object for the traversal, under the name of the attribute that first led to it,
+        if it is a module, a configuration, or any object that a module holds. What only such
+        another object holds is compared by identity."""
         if id(value) in self._seen or not hasattr(value, "__dict__"):
             return
         other = self._inside and not type(value).__module__.startswith("torch.")

@@ -23,7 +23,7 @@ CONV, RECURRENT = "conv", "recurrent"
 
 
 class _Known(Exception):
-    """Stop a layer once it has passed on all wanted states, since its output is not needed."""
+    """Exception that stops a layer when it has passed on all wanted states: no output is needed."""
 
 
 @dataclass(slots=True)

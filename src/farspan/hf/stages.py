@@ -30,11 +30,11 @@ Found = TypeVar("Found")
 
 
 class _AllRecorded(Exception):
-    """Stop a forward once every layer's arguments have been recorded."""
+    """Exception that stops a forward when every layer's arguments have been recorded."""
 
 
 class _Unpacked(UnsupportedError):
-    """Error: the model passes a layer something other than the previous layer's hidden state."""
+    """Error about a model that passes a layer something other than the previous hidden state."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(
@@ -402,8 +402,8 @@ class CausalLMStages:
         return cast(PreTrainedModel, inner)
 
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
-        """Return a copy of a module around the layers, with the children `inside`; its other
-        children are the shells of `run_in`."""
+        """Return a copy of a module around the layers in which `inside` replaces children, and
+        shells replace the other children."""
         children = module.named_children()
         return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 

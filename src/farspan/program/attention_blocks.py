@@ -67,9 +67,9 @@ class Block:
     query, and then q_stop == k_stop; `window` hides the keys before query - window + 1. A causal
     block without window is a square; a block that is neither causal nor windowed needs no mask.
 
-    Queries and keys count in token positions. If a rank holds only a part of the keys (`Held`),
-    they count in coordinates: keys are held rows, and queries are positions minus `shift`, so a
-    mask's differences are those of positions.
+    Queries and keys are numbered by token positions. If a rank holds only a part of the keys
+    (`Held`), the block's coordinates differ: keys are held rows, and queries are positions minus
+    `shift`, so that a mask's differences are those of positions.
     """
 
     row_start: int
@@ -132,8 +132,8 @@ def plan_blocks(
     window: int | None,
     document_starts: Sequence[tuple[Run, ...]] | None = None,
 ) -> tuple[Block, ...]:
-    """Return blocks that cover the attention of the chunk [q_start, q_stop); each visible (row,
-    query, key) is in exactly one.
+    """Return blocks that cover the attention of the chunk [q_start, q_stop): each visible (batch
+    row, query, key) is in exactly one block.
 
     `document_starts` holds, for every batch row, the runs that cover the chunk (`document_runs`);
     None means that each row is one document. Neighbouring rows with the same runs share blocks.
@@ -158,8 +158,8 @@ def plan_blocks(
 def tile_window(block: Block) -> tuple[Block, ...]:
     """Cut a block with a window into tiles of queries, each with the keys in reach of its window.
 
-    For kernels that know no window and skip nothing: a tile needs a mask, but wastes at most about
-    a quarter of its work where the window is 256 or longer.
+    Kernels that know no window and skip no keys run on tiles: a tile needs a mask, but wastes at
+    most about a quarter of its work where the window is 256 or longer.
     """
     window = block.window
     if window is None:

@@ -319,7 +319,7 @@ def _never() -> list[int]:
 
 
 def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order, ...]:
-    """Return each instruction's waits for other lanes; with `hazards`, only for these reasons."""
+    """Return each instruction's waits for other lanes, or only those for the reasons `hazards`."""
     derivation = _Derivation(program, frozenset(hazards))
     return tuple(
         derivation.order(index, i, accesses)
@@ -404,7 +404,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Raise `after`, the instruction to wait for on each lane, to what one access requires."""
+        """Update `after`, the instruction that each lane must have finished, by one more access."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]

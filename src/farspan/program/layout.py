@@ -337,7 +337,7 @@ def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with one rank's share of heads. Raises UnsupportedError if uneven."""
+    """Return the model with a rank's share of heads. Raises UnsupportedError if it is uneven."""
     refuse_shared_states(model, layout)
     if layout.ulysses * layout.tensor == 1:
         return model
@@ -408,7 +408,7 @@ class Parallel:
             )
 
     def asked(self) -> int:
-        """Number of ranks that the axes need; if `data` is null, a divisor of the ranks' number."""
+        """Number of ranks that the axes need; if `data` is null, a multiple of it may run."""
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
@@ -453,7 +453,7 @@ def check_ranks(parallel: Given, ranks: int | None) -> Given:
 
 
 def layout_of(parallel: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
-    """Return the layout of a run on `ranks` ranks. `model` is called if its heads decide it."""
+    """Return a run's layout on `ranks` ranks. `model` is called if the layout depends on it."""
     if isinstance(parallel, Parallel):
         return parallel.layout(ranks)
     return ALONE if ranks == 1 else sequence_layout(model(), ranks)

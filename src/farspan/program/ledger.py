@@ -77,7 +77,7 @@ class Ledger:
         chunks: range | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """Open a buffer for a layer's tensors: if not said otherwise, on the schedule's tier."""
+        """Open a buffer for a layer's tensors; by default of all chunks, on the schedule's tier."""
         tier = RESIDENCY[kind].tier_of(self.schedule) if tier is None else tier
         chunks = range(len(self.chunks)) if chunks is None else chunks
         rows = rows_of(self.share, kind)

@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return the bytes by which a cell is smaller for each token less than the first chunk."""
+        """Return a cell's bytes per token, by which cells of shorter chunks are smaller."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
