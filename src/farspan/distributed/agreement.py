@@ -63,7 +63,7 @@ class Agreement:
         self.facts.setdefault(scope, {}).update(facts)
 
     def digest(self, scope: tuple[str, ...], turn: int) -> int:
-        """Return a 64-bit digest of a scope's facts, equal on ranks whose facts are equal."""
+        """Return a 64-bit digest of the facts for the axes `scope`, equal if they are equal."""
         found = hashlib.blake2b(digest_size=8)
         for name, fact in self.facts.get(scope, {}).items():
             found.update(f"\0{name}\0".encode())

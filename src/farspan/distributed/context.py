@@ -155,7 +155,7 @@ class ParallelContext:
         )
 
     def _groups_of(self, scope: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Return the groups of ranks within which facts with this scope must agree."""
+        """Return the groups of ranks that must agree on facts for these axes (`scope`)."""
         if scope not in self.scopes:
             numbers = range(self.layout.devices())
             self.scopes[scope] = sorted({Rank(self.layout, n).peers(*scope) for n in numbers})

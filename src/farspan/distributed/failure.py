@@ -431,7 +431,7 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _read_fault(self, store: Store) -> Fault:
-        """Wait for the published fault and return it, or a fault that says it is not farspan's."""
+        """Wait for the published fault and return it; if it is not farspan's, one that says so."""
         text = store.get("fault").decode(errors="replace")
         try:
             rank, cause = json.loads(text)

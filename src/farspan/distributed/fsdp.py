@@ -66,9 +66,9 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """Return, for each unit, its parameters with their first names and the modules that have them;
-    none for layers not in `here`. Raises UnsupportedError, beginning with `field`, if layers share
-    a parameter or parameters overlap in memory: such parameters cannot be moved."""
+    """Return, for each layer and for what is outside, its parameters with their first names and the
+    modules that have them; none for layers not in `here`. Raises UnsupportedError, beginning with
+    `field`, if layers share a parameter or parameters overlap: these cannot be moved."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
@@ -325,12 +325,12 @@ class ShardedParameters:
     # -- the program ----------------------------------------------------------------------------
 
     def gathered(self, unit: int) -> bool:
-        """Return whether a unit's modules have their whole parameters now."""
+        """Return whether the modules of a unit (see the class) now have their whole parameters."""
         return self.stage is Stage.ZERO_0 or self._units[unit].gathered
 
     @torch.no_grad()
     def gather(self, unit: int) -> None:
-        """All-gather a unit's parameters, bit for bit. See Note: [One parameter at a time]."""
+        """All-gather the parameters of a unit (a layer, or all outside the layers), bit for bit."""
         state = self._units[unit]
         if self.gathered(unit) or state.memory is None:
             return
@@ -343,8 +343,8 @@ class ShardedParameters:
         state.put(True)
 
     def release(self, unit: int) -> None:
-        """Put shards in place of a unit's whole parameters. Stages of ZeRO that keep weights whole
-        within a step do this when the step ends."""
+        """Put shards in place of the whole parameters of a unit (see the class). Stages of ZeRO
+        that keep weights whole within a step do this when the step ends."""
         if self.stage is Stage.ZERO_3:
             self._release(self._units[unit])
 
@@ -405,7 +405,8 @@ class ShardedParameters:
     # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
-        """Return a unit's whole parameters by name: the same objects in every step."""
+        """Return by name the whole parameters of a unit (see the class), always the same
+        objects."""
         return {cut.name: cut.whole for cut in self._units[unit].cuts}
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -162,14 +162,14 @@ class Ring:
             yield source, _PeerRows(k, v)
 
     def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
-        """Start to send on peer `source`'s rows, and to receive those of the peer before it."""
+        """Start to send peer `source`'s rows on, and to receive rows of the peer before it."""
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
         return _pass_on(self.peers, parts, places, (k, v))
 
     def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
-        """Start to send on peer `source`'s dK, dV, and to receive those of the peer before it."""
+        """Start to send peer `source`'s dK, dV on, and to receive dK, dV of the peer before it."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
         return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))

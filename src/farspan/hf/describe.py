@@ -75,7 +75,7 @@ def _described(
             ) from error
         raise UnsupportedError(
             f"model: {type(model).__name__} cannot be run stage by stage through the attention "
-            f"interface: {_raised_in(model, error)}{type(error).__name__}: {error}"
+            f"interface: {_place(model, error)}{type(error).__name__}: {error}"
         ) from error
     parameters = list(model.parameters())
     return ModelSpec(
@@ -89,8 +89,8 @@ def _described(
     )
 
 
-def _raised_in(model: nn.Module, error: Exception) -> str:
-    """Return the name of the function of the model's own code in which an error arose, as text."""
+def _place(model: nn.Module, error: Exception) -> str:
+    """Return as text the place of an error, a function of the model's own code; "" if elsewhere."""
     own = getattr(sys.modules[type(model).__module__], "__file__", None)
     frames = traceback.walk_tb(error.__traceback__)
     inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]

@@ -58,7 +58,7 @@ EITHER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Summary of a merge."""
+    """Result of a merge: the model's folder, and the number and way of merged adapters."""
 
     folder: Path
     modules: int  # with adapters
@@ -218,7 +218,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """Return, by weight, the file in which transformers would find it; empty without such files."""
+    """Return each weight's file, where transformers would find it; empty without such files."""
     if (model / WEIGHTS).is_file():
         files = {WEIGHTS}
     else:

@@ -143,7 +143,7 @@ def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: Recurre
 
 
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
-    """Return whether a piece is a single token after others, which has to run as two tokens."""
+    """Return whether a piece of a sequence is one token after others, to be run as two tokens."""
     return tokens == 1 and bool(before)
 
 

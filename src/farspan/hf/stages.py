@@ -190,8 +190,8 @@ class CausalLMStages:
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
 
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
-        """From now on, run every layer, and every module between layers and logits, as a shell.
-        `shell` makes from a module a copy that shares its weights and may have another forward."""
+        """From now on, run every layer, and every module between layers and logits, as a copy.
+        `shell` makes a copy of a module that shares its weights and may have another forward."""
         self.running = [shell(layer) for layer in self.layers]
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         inside = {*path, self.decoder, self.layers}
@@ -409,7 +409,7 @@ class CausalLMStages:
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
-    """Call a decoder layer, or its shell, and return its hidden state [batch, tokens, hidden]."""
+    """Call a decoder layer, or its copy, and return its output [batch, tokens, hidden]."""
     out = layer(hidden, *call.arguments, **call.keywords)
     return out[0] if isinstance(out, tuple) else out
 

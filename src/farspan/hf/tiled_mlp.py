@@ -259,8 +259,8 @@ class _Probe:
             )
 
     def watch(self, layer: nn.Module, outputs: dict[str, Tensor]) -> dict[str, _ChildUse]:
-        """Run the layer on a few tokens and return what each of its children did; nothing if its
-        forward was replaced, since that may bypass a shell's children."""
+        """Run the layer on a few tokens and return what each of its children did. Nothing if its
+        forward was replaced, since that may bypass stand-ins for the children."""
         log: dict[str, _ChildUse] = {}
         if "forward" in layer.__dict__:
             return log

@@ -54,7 +54,7 @@ class Far:
         return self.batch * self.kv_heads * self.query_pages * self.chosen
 
     def units(self, most_units: int) -> int:
-        """Return the largest number of units (see this file's docstring) in a slab of the chunk."""
+        """Return the largest number of units (K, V of a page) in a slab of the chunk."""
         owners = self.batch * self.kv_heads
         return min(most_units, owners * min(self.candidates, self.query_pages * self.chosen))
 
@@ -87,19 +87,19 @@ def far_of(
 
 
 def slab_units(slab_bytes: int, page: int, dims: int, width: int) -> int:
-    """Return how many units fit into a slab of `slab_bytes`. `dims` are the elements of a key and a
-    value together, `width` the bytes of an element."""
+    """Return how many units (K, V of a page) fit into a slab of `slab_bytes`. `dims` are the
+    elements of a key and a value together, `width` the bytes of an element."""
     return max(1, slab_bytes // (page * dims * width))
 
 
 def most_units_of(far: Far) -> int:
-    """Return the largest number of units that are gathered at once, in one slab."""
+    """Return the largest number of units (K, V of a page) gathered at once, in one slab."""
     return slab_units(SLAB_BYTES, far.page, far.head_dim + far.value_dim, far.width)
 
 
 def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[str, int]:
-    """Return the bytes of each part of a buffer for one slab: the units' numbers, the index of the
-    choices, the rows of the units' tokens, K, V, and in a backward the sums of dK, dV."""
+    """Return the bytes of each part of a buffer for a slab, a block of gathered pages: the pages'
+    numbers, the index of the choices, the tokens' rows, K, V, and in a backward sums of dK, dV."""
     tokens = units * far.page
     parts = {
         "numbers": 3 * INDEX * units,
@@ -115,6 +115,6 @@ def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[st
 
 
 def slot_bytes(far: Far, *, backward: bool) -> int:
-    """Return the bytes of a device buffer that can hold any slab of a chunk."""
+    """Return the bytes of a device buffer for any slab (block of gathered pages) of a chunk."""
     parts = slot_parts(far, far.units(most_units_of(far)), far.entries, backward=backward)
     return sum(map(aligned, parts.values()))

@@ -220,7 +220,7 @@ class Group:
         return schedule.attention_save_fraction < schedule.activation_save_fraction or is_outermost
 
     def _input_row(self, layer: int) -> int:
-        """Return the bytes per token and sequence of the layer's input if cells save it, else 0."""
+        """Return the bytes per token and sequence of the layer's input if it is saved, else 0."""
         model = self.ledger.model
         inside = model.layers[layer].saves_input and layer != self.layers[0]
         return inside * model.hidden * model.element_bytes
@@ -257,7 +257,7 @@ class Group:
         return again if self.ledger.is_open(again) else names.kv(layer)
 
     def attention_home(self, layer: int, chunk: int) -> str | None:
-        """Return the buffer that saves O, LSE of one chunk in this layer; None without one."""
+        """Return the buffer that saves O, LSE of one chunk in this layer, None if none does."""
         for name in (names.attention(layer), names.attention_open(layer)):
             if self.ledger.is_open(name) and chunk in self.ledger.covered[name]:
                 return name

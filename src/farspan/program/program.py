@@ -399,7 +399,7 @@ def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[
 
 
 def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
-    """Return the byte range of a chunk's cell in a buffer; a slot has room for only one cell."""
+    """Return the byte range of a chunk's cell in a buffer; a shared buffer has only one cell."""
     if buffer.layer < 0:
         return 0, buffer.cell_bytes
     rows = program.share.cells

@@ -212,7 +212,7 @@ def exposed(into: float, work: float, out: float, count: int) -> float:
 
 
 def cut_heads(layer: LayerSpec, count: int) -> tuple[Piece, ...]:
-    """Cut a layer's heads into at most `count` pieces."""
+    """Cut a layer's heads into at most `count` pieces, which are exchanged one after another."""
     if not layer.attends():
         return (Piece((0, 0), (0, 0)),)
     ratio = layer.query_heads // layer.kv_heads
