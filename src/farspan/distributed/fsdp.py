@@ -389,15 +389,15 @@ class ShardedParameters:
 
     @torch.no_grad()
     def end(self, *, sync: bool = True) -> None:
-        """End a step: release every unit. In ZERO_1, `sync` also reduces gradients: it is False for
-        each micro-batch of an update but the last."""
+        """End a step: put shards in place of all whole parameters. In ZERO_1 gradients are also
+        reduced if `sync`, which is False for each micro-batch of an update but the last."""
         for unit in self._units:
             self._release(unit)
             if self.stage is Stage.ZERO_1 and sync:
                 self._reduce(unit, unit.held)
 
     def abandon(self) -> None:
-        """End an unfinished step: release every unit, and drop gradients that were not reduced."""
+        """End an unfinished step: put shards back, and drop gradients that were not reduced."""
         for unit in self._units:
             self._release(unit)
             unit.held.clear()
@@ -405,7 +405,7 @@ class ShardedParameters:
     # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
-        """Return by name the whole parameters of a unit (see the class), always the same
+        """Return the whole parameters of a unit (see the class), by name: always the same
         objects."""
         return {cut.name: cut.whole for cut in self._units[unit].cuts}
 

@@ -90,7 +90,7 @@ def _described(
 
 
 def _place(model: nn.Module, error: Exception) -> str:
-    """Return as text the place of an error, a function of the model's own code; "" if elsewhere."""
+    """Return as text the function of the model's own code in which an error arose, else ""."""
     own = getattr(sys.modules[type(model).__module__], "__file__", None)
     frames = traceback.walk_tb(error.__traceback__)
     inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]

@@ -67,9 +67,9 @@ class Block:
     query, and then q_stop == k_stop; `window` hides the keys before query - window + 1. A causal
     block without window is a square; a block that is neither causal nor windowed needs no mask.
 
-    Queries and keys are numbered by token positions. If a rank holds only a part of the keys
-    (`Held`), the block's coordinates differ: keys are held rows, and queries are positions minus
-    `shift`, so that a mask's differences are those of positions.
+    Coordinates: queries and keys are numbered by token positions. If a rank holds only a part of
+    the keys (`Held`), keys are numbered by held rows and queries by position minus `shift`, so that
+    the differences that a mask compares stay those of positions.
     """
 
     row_start: int

@@ -404,7 +404,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Update `after`, the instruction that each lane must have finished, by one more access."""
+        """Add to `after` what one access must wait for: the latest instruction on each lane."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]
