@@ -405,8 +405,7 @@ class ShardedParameters:
     # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
-        """Return the whole parameters of a unit (see the class), by name: always the same
-        objects."""
+        """Return a unit's whole parameters by name: always the same objects (see the class)."""
         return {cut.name: cut.whole for cut in self._units[unit].cuts}
 
     def parameters(self) -> dict[str, nn.Parameter]:
