@@ -1,4 +1,4 @@
-"""Facts about a call that ranks must agree on, and how they are compared."""
+"""Facts about a call that ranks must agree on, and the comparison of these facts."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Facts compared by an earlier digest, and a function that describes them if they differ."""
+    """Digest of facts made earlier, and a function that describes the facts if ranks differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -59,11 +59,11 @@ class Agreement:
         self.add({"call": self.call})
 
     def add(self, facts: Mapping[str, Fact], scope: tuple[str, ...] = EVERYWHERE) -> None:
-        """Add named facts that must be the same on all ranks of a scope."""
+        """Add named facts that must be the same on all ranks along the axes `scope`."""
         self.facts.setdefault(scope, {}).update(facts)
 
     def digest(self, scope: tuple[str, ...], turn: int) -> int:
-        """Return a 64-bit digest of the facts of a scope, equal on ranks whose facts are equal."""
+        """Return a 64-bit digest of the facts for the axes `scope`, equal if they are equal."""
         found = hashlib.blake2b(digest_size=8)
         for name, fact in self.facts.get(scope, {}).items():
             found.update(f"\0{name}\0".encode())
@@ -77,7 +77,7 @@ class Agreement:
         return int.from_bytes(found.digest(), signed=True)
 
     def words(self, turn: int) -> dict[str, dict[str, str]]:
-        """Return the facts as text, by scope and name, for an error that names a difference."""
+        """Return the facts as text, by scope and name, for an error that shows which differ."""
         said: dict[str, dict[str, str]] = {}
         for scope, facts in self.facts.items():
             own = said.setdefault(key_of(scope), {})
@@ -93,14 +93,14 @@ class Agreement:
 
 
 class Ranks(Protocol):
-    """Ranks that compare facts, such as a `ParallelContext`."""
+    """Ranks that can compare facts, such as a `ParallelContext`."""
 
     def agreement(self, call: str) -> AbstractContextManager[Agreement]: ...
 
 
 @contextmanager
 def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
-    """Check facts as `ParallelContext.agreement` does; check nothing if this process is alone."""
+    """Compare facts as `ParallelContext.agreement` does, or not at all if this process is alone."""
     if ranks is None:
         mine = Agreement(call)
         yield mine
@@ -111,7 +111,7 @@ def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield bytes to digest: each tensor's form, and its next elements. See Note: [Contents]."""
+    """Yield bytes of tensors for a digest: shapes, dtypes, next elements. See Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
@@ -135,7 +135,7 @@ _DIGEST = "digest "
 
 
 def between(name: str, values: list[str]) -> str:
-    """Return the message for a fact that differs."""
+    """Return an error message about a fact, with the ranks that have each of its values."""
     kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
     if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
         return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())

@@ -29,7 +29,7 @@ Counts = Sequence[int]  # rows of each peer
 
 @dataclass(frozen=True, slots=True)
 class PendingExchange:
-    """The rows that an asynchronous all-to-all is receiving."""
+    """Rows that an asynchronous all-to-all is receiving."""
 
     rows: Tensor
     work: dist.Work | None  # None: this rank is alone
@@ -43,7 +43,7 @@ class PendingExchange:
 
 @dataclass(slots=True)
 class Communicator:
-    """This rank and its peers along one axis; without a process group it has no peers."""
+    """This rank and its peers along an axis of the layout; no peers without a process group."""
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start
@@ -64,11 +64,11 @@ class Communicator:
 
     def exchange(self, rows: Tensor, out: Counts, back: Counts) -> Tensor:
         """All-to-all: send the next `out[i]` rows to each peer i in turn, and return the rows that
-        peers sent, `back[i]` from peer i, in the order of peers."""
+        peers sent to this rank, `back[i]` from peer i, in the order of peers."""
         return self.begin_exchange(rows, out, back).wait()
 
     def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "PendingExchange":
-        """Start an all-to-all as `exchange` does, without waiting for it."""
+        """Start an all-to-all like `exchange`, without waiting for its rows."""
         if self.size == 1:
             return PendingExchange(rows, None, rows)
         received = rows.new_empty(sum(back), *rows.shape[1:])
@@ -79,7 +79,7 @@ class Communicator:
         return PendingExchange(received, work, rows)
 
     def gather(self, rows: Tensor, counts: Counts) -> Tensor:
-        """All-gather: return the rows of all peers in their order, `counts[i]` of peer i."""
+        """All-gather: return the rows of all peers, in their order, `counts[i]` from peer i."""
         assert rows.shape[0] == counts[self.index], (rows.shape, counts)
         if self.size == 1:
             return rows
@@ -94,23 +94,23 @@ class Communicator:
         return torch.cat([whole[i * most : i * most + n] for i, n in enumerate(counts)])
 
     def gather_into(self, whole: Tensor, rows: Tensor) -> None:
-        """All-gather into an existing tensor; each peer gives equally many rows."""
+        """All-gather into an existing tensor. Every peer has the same number of rows."""
         all_gather(whole, rows, group=self.group)
         self._count(rows, rows.shape[0] * (self.size - 1))
 
     def send(self, tensor: Tensor, number: int) -> dist.Work | None:
-        """Start to send a tensor to a peer, given by its global rank, and return the work that
-        completes it; None if it is complete. The tensor must live until then."""
+        """Start to send a tensor to the peer with this global rank, and return the work to wait
+        for; None if the tensor is sent. Until then the tensor must live."""
         self.sent += tensor.nbytes
         return dist.isend(tensor, number, group=self.group)
 
     def receive(self, place: Tensor, number: int) -> None:
-        """Wait for a tensor from a peer, given by its global rank, and write it into `place`."""
+        """Wait for a tensor from the peer with this global rank, and write it into `place`."""
         dist.recv(place, number, group=self.group)
 
     def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to send tensors to the next peer, and to receive into `places` from the previous
-        one. Tensors without rows are not sent; each side knows the other's counts."""
+        """Start to send tensors to the next peer, and to receive tensors from the previous peer
+        into `places`. Tensors without rows are not sent: both peers know each other's counts."""
         ahead = self.number((self.index + 1) % self.size)
         behind = self.number((self.index - 1) % self.size)
         gone = [dist.P2POp(dist.isend, x, ahead, self.group) for x in sent if x.numel()]
@@ -120,8 +120,8 @@ class Communicator:
         return works
 
     def scatter_sum(self, rows: Tensor, counts: Counts) -> Tensor:
-        """Reduce-scatter: sum the peers' `rows`, in their dtype, and return this rank's part of the
-        sum. Of the rows, in turn, `counts[i]` belong to peer i."""
+        """Reduce-scatter: add up the `rows` of all peers, in their dtype, and return this rank's
+        part of the sum. In `rows`, the next `counts[i]` rows belong to each peer i in turn."""
         own = counts[self.index]
         parts = self.exchange(rows, counts, [own] * self.size).unflatten(0, (self.size, own))
         total = parts[0].clone()
@@ -130,7 +130,7 @@ class Communicator:
         return total
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """All-reduce: sum a tensor over peers, in place, and return it."""
+        """All-reduce: replace a tensor by its sum over peers, and return it."""
         if self.size == 1:
             return tensor
         dist.all_reduce(tensor, group=self.group)

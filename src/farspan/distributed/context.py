@@ -74,9 +74,13 @@ class ParallelContext:
             self.among(*axes)
 
     def among(self, *axes: str, alone: bool = True) -> Communicator:
-        """Return the communicator of the ranks that share this rank's position on all axes but
-        these. The first call with these axes is a collective of all ranks. With `alone` the
-        communicator may have no process group if it has only this rank."""
+        """Return the communicator of the ranks that differ from this one only along some axes. The
+        first call with these axes is a collective of all ranks.
+
+        Args:
+            axes: Names of axes of the layout.
+            alone: Whether a communicator of this rank alone may have no process group.
+        """
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
             self.groups[axes] = Communicator(None)
@@ -86,7 +90,7 @@ class ParallelContext:
         return peers
 
     def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
-        """Return the process group for these axes. Axes with the same ranks share it: a gloo group
+        """Return the process group for these axes. Axes with the same ranks share one: a gloo group
         takes threads and half a second, and five axes of most layouts have one rank."""
         several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
         if not several and alone:
@@ -102,7 +106,7 @@ class ParallelContext:
         return self.made[several]
 
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
-        """Return each rank's numbers, in the order of ranks; all ranks pass equally many."""
+        """Return each rank's integers, in the order of ranks. All ranks pass equally many."""
         record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
@@ -111,11 +115,11 @@ class ParallelContext:
 
     @contextmanager
     def agreement(self, call: str) -> Iterator[Agreement]:
-        """Check that ranks are about to make the same call: the block notes facts, which are
-        compared when it ends.
+        """Check that ranks are about to make the same call: the block adds facts to the
+        `Agreement`, and when the block ends, all ranks compare them.
 
-        A rank whose block raises sends its message to the others, which raise it too, so the block
-        must not communicate. See Note: [One exchange].
+        A rank whose block raises sends its message to the other ranks, which raise it too, so the
+        block must not communicate. See Note: [One exchange].
 
         Raises UnsupportedError on all ranks if a block has raised on one, or facts differ.
         """
@@ -151,14 +155,13 @@ class ParallelContext:
         )
 
     def _groups_of(self, scope: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Return the groups of ranks within which facts of a scope must agree."""
+        """Return the groups of ranks that must agree on facts for these axes (`scope`)."""
         if scope not in self.scopes:
             numbers = range(self.layout.devices())
             self.scopes[scope] = sorted({Rank(self.layout, n).peers(*scope) for n in numbers})
         return self.scopes[scope]
 
     def _texts(self, mine: str) -> list[str]:
-        """Return the text that each rank passed, in the order of ranks."""
         peers = self.among(*AXES)
         encoded = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
         sizes = [size for (size,) in self.figures([len(encoded)])]
@@ -166,7 +169,7 @@ class ParallelContext:
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
 
     def _difference(self, everyone: list[dict[str, Any]]) -> str:
-        """Return the error message, equal on every rank, that says how the ranks' facts differ."""
+        """Return an error message that says how the ranks' facts differ, equal on every rank."""
         refused = [(n, entry["refusal"]) for n, entry in enumerate(everyone) if "refusal" in entry]
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
@@ -183,7 +186,12 @@ class ParallelContext:
         return "; ".join(differences[:SHOWN]) + f"{more}; give every rank the same"
 
     def refuse_unlike(self, what: str, value: Fact) -> None:
-        """Raise UnsupportedError on all ranks if `value` differs between them; `what` names it."""
+        """Raise UnsupportedError on all ranks if a value differs between them.
+
+        Args:
+            what: The name of the value in the error.
+            value: This rank's text, tensor or tensors by name.
+        """
         with self.agreement(what) as same:
             same.add({what: value})
 
@@ -197,10 +205,10 @@ def _words_of(error: Exception) -> str:
 
 
 def weight_facts(model: nn.Module) -> dict[str, Fact]:
-    """Return checksums of every weight, to check that ranks hold the same model.
+    """Return checksums of all weights, by which ranks check that they hold the same model.
 
-    Weights are compared by checksums: sums over the bits of each parameter, weighted by their
-    position along each dimension, which take one pass over the weights per dimension.
+    A checksum is a sum over the bits of a parameter, weighted by their position along each
+    dimension. It takes one pass over the weights per dimension.
     """
     return {
         name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad} {_parameter_checksum(p)}"
@@ -227,8 +235,8 @@ def run_on_rank0(
     raised: tuple[type[Exception], ...] = (UnsupportedError,),
     what: str = "its work for all ranks",
 ) -> T:
-    """Run `work` on rank 0 alone and return its result on every rank; the others wait. An exception
-    of the types in `raised` is raised on every rank. `what`: label for the timeout message."""
+    """Run `work` on rank 0 alone and return its result on every rank; the other ranks wait.
+    Exceptions of types in `raised` are raised on all ranks; `what` names the work in timeouts."""
     said: tuple[Any, Exception | None] = None, None
     if dist.get_rank() == 0:
         try:
@@ -256,8 +264,8 @@ WeightForm = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires
 
 
 def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
-    """Return whether rank 0 alone has loaded the weights; False if every rank has them all. All
-    ranks call it. Raises UnsupportedError if weights are missing in any other way."""
+    """Return whether only rank 0 has loaded the weights; False if all ranks have. All ranks call
+    this. Raises UnsupportedError if weights are missing in any other way."""
     here = {not p.is_meta for p in model.parameters()}
     peers = ranks.among(*AXES)
     mine = torch.tensor([len(here) > 1, True in here], dtype=torch.int32, device=ranks.device)
@@ -274,9 +282,9 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Rank0Weights:
-    """A model's weights, held by rank 0 until they are sent; on every rank the model has meta
-    tensors of their shapes and dtypes. So rank 0 reads the model once, and no device holds more
-    than its shard and one whole weight."""
+    """A model's weights on rank 0, until they are sent to all ranks. On every rank the model has
+    meta tensors of the same shapes and dtypes. So only rank 0 reads the model, and no device holds
+    more than its shard and one whole weight."""
 
     ranks: ParallelContext
     forms: dict[str, WeightForm]  # by the first name of each weight
@@ -284,8 +292,8 @@ class Rank0Weights:
 
     @classmethod
     def of(cls, ranks: ParallelContext, model: nn.Module) -> "Rank0Weights":
-        """Move the weights out of rank 0's model, and copy its buffers to the device of every rank.
-        Raises UnsupportedError if the ranks' models have different modules."""
+        """Move the weights out of rank 0's model, and copy the model's buffers to every rank's
+        device. Raises UnsupportedError if the ranks' models have different modules."""
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
         shapes = {n: str(tuple(x.shape)) for n, x in (*places.items(), *model.named_buffers())}
@@ -307,10 +315,10 @@ class Rank0Weights:
         return cls(ranks, forms, {n: p.detach() for n, p in named.items()} if first else {})
 
     def give(self, take: Callable[[str, Tensor], None]) -> None:
-        """Broadcast the weights one by one, and call `take` on every rank with each one's name and
-        whole value, on the device.
+        """Broadcast the weights one by one, and call `take` on every rank with the name and the
+        whole value of each, on the device.
 
-        The tensor is freed before the next one unless `take` keeps it. All ranks call this once:
+        A value is freed before the next is sent, unless `take` keeps it. All ranks call this once:
         rank 0 drops each weight after its broadcast.
         """
         for name, (shape, dtype, _) in self.forms.items():
@@ -328,7 +336,7 @@ class Rank0Weights:
 def broadcast_from_rank0(
     ranks: ParallelContext, model: nn.Module, home: torch.device | None = None
 ) -> None:
-    """Broadcast all weights to every rank, on its device or on `home`. All ranks call it."""
+    """Broadcast all weights to every rank's device, or to `home`. All ranks call this."""
     if not is_on_rank0_only(ranks, model):
         return
     weights = Rank0Weights.of(ranks, model)
@@ -349,7 +357,7 @@ def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, WeightForm]:
 
 
 def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return, for each name of a parameter, the first name of the same parameter."""
+    """Return, by every name of each parameter, the first name of that parameter."""
     first = {id(p): name for name, p in named.items()}
     return {name: first[id(p)] for name, p in places.items()}
 

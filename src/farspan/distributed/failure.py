@@ -52,7 +52,7 @@ UNNAMED = "its own work"
 
 
 def machine_name() -> str:
-    """Return an identifier that exactly those ranks share that see each other's processes."""
+    """Return an identifier that two ranks share exactly if they see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with suppress(OSError):
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -61,7 +61,7 @@ def machine_name() -> str:
 
 @dataclass(slots=True)
 class SyncRecord:
-    """This process's synchronisations so far, in its one process group, and present activity."""
+    """Number of synchronisations that this process has reached, and what it does at present."""
 
     syncs: int = 0  # synchronisations reached
     activity: str = UNNAMED
@@ -71,13 +71,13 @@ sync_record = SyncRecord()
 
 
 def record_sync() -> None:
-    """Count a synchronisation of all ranks. Call it before each one outside of steps."""
+    """Count a synchronisation of all ranks; called before each synchronisation outside of steps."""
     sync_record.syncs += 1
 
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Note what the block does, for the error that other ranks raise if it takes too long."""
+    """Name what the block does, for the error that other ranks raise if it takes too long."""
     before, sync_record.activity = sync_record.activity, what
     try:
         yield
@@ -102,7 +102,7 @@ _SHARED = "all ranks raised the same error; rank 0 reports it"
 
 
 class RankFailed(RuntimeError):
-    """Another rank failed; the message names it and its cause."""
+    """Error about another rank's failure, whose message names that rank and the cause."""
 
 
 _FOREIGN = "the store of all ranks holds a value not from farspan (another program uses its port)"
@@ -118,7 +118,7 @@ _MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The rank that failed first, and why."""
+    """The first rank that failed, and the cause of its failure."""
 
     rank: int
     cause: str
@@ -136,23 +136,23 @@ class _Home(NamedTuple):
 
 
 class BackgroundTask(Protocol):
-    """Work that a FailureDetector's thread does at each heartbeat."""
+    """Work that the heartbeat thread of a FailureDetector does at each heartbeat."""
 
     def look(self, store: Store) -> None:
-        """Do a part of the work, at one heartbeat. Not called once a fault is known. May raise the
+        """Do a part of the work, at one heartbeat; not called once a fault is known. May raise the
         store's RuntimeError, and ValueError for entries that farspan did not write."""
 
     def give_up(self) -> None:
-        """End the work, because heartbeats end or a fault is known. May be called again."""
+        """End the work, since heartbeats end or a fault is known. May be called twice."""
 
 
 class FailureDetector:
-    """Tells every rank which rank failed first. It is a context: an exception that leaves the block
-    is published to the other ranks, or RankFailed is raised if another rank failed before.
+    """Tells every rank which rank failed first. As a context, it publishes an exception that leaves
+    its block to the other ranks, or raises RankFailed if another rank failed before.
 
     `leave` ends this process when it waits for a rank that failed, or when the store has not
-    answered for `patience` seconds; None: it waits until its collective fails. `task` runs at every
-    heartbeat. `store_of` names the owner of the store, if not rank 0.
+    answered for `patience` seconds; with None the process waits until its collective fails. `task`
+    runs at every heartbeat. `store_of` names the owner of the store, if that is not rank 0.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class FailureDetector:
         self._where = self._meet()
 
     def _meet(self) -> list[_Home]:
-        """Return where each rank's process runs. All ranks call it; when it returns, all have read
-        the answers. Raises RankFailed if a rank does not come."""
+        """Return the machine and process of each rank. All ranks call this, and when it returns,
+        all have read the answers. Raises RankFailed if a rank does not come."""
         keys = [f"where/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], json.dumps(self._home))
         try:
@@ -217,8 +217,8 @@ class FailureDetector:
             raise raised from error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """Return the exception to raise for this rank's `error`, and tell the others that this rank
-        has left. See Note: [The store]."""
+        """Return the exception to raise for `error`, which ends this rank's block, and tell the
+        other ranks that this rank has left. See Note: [The store]."""
         verdict: list[BaseException] = []
 
         def part() -> None:
@@ -239,14 +239,13 @@ class FailureDetector:
         return self._no_answer() if silent else error
 
     def _verdict(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for this rank's `error`: RankFailed if others were
-        first."""
+        """Return this rank's `error`, or RankFailed if another rank failed before this one."""
         words = _words(error)
         try:
             waited = _of_a_collective(error)
             fault = self._wait_for_cause() if waited else None
             self._store.set(f"word/{self.rank}", words)
-            fault = fault or self._claim(self._store, self._own(error, words))
+            fault = fault or self._claim(self._store, self._own_fault(error, words))
             # If another rank's error says that this one came too late, the others know better why.
             if fault.cause != words and (fault.rank != self.rank or waited):
                 return fault.error()
@@ -285,7 +284,7 @@ class FailureDetector:
         )
 
     def _silent(self, rank: int) -> Fault:
-        """Return the fault of a rank that sends no heartbeats, with the state of its process."""
+        """Return the fault of a rank that sends no heartbeats, with its process's state."""
         if not self._lives(rank):
             return _exited(rank)
         home = self._where[rank]
@@ -295,15 +294,15 @@ class FailureDetector:
             why = f"its process {home.process} exists, but {_status(home.process)}"
         return Fault(rank, f"{SILENT}: {why}")
 
-    def _own(self, error: BaseException, words: str) -> Fault:
-        """Return the fault to report for this rank's own error, if no rank reported one before."""
+    def _own_fault(self, error: BaseException, words: str) -> Fault:
+        """Return this rank's fault for `error`, with its `words` unless it is a timeout."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
 
     def _wait_for_cause(self) -> Fault | None:
-        """Return why a collective failed: the fault of the rank that failed, or of the one that was
-        late. None if all others live, have reached as many synchronisations and report nothing."""
+        """Return the cause of a failed collective: the fault of a rank that failed or was late.
+        None if all other ranks live, have reached as many synchronisations and report nothing."""
         late = self._behind()
         before = {rank: self._store.add(f"heartbeat/{rank}", 0) for rank in self._others()}
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
@@ -325,7 +324,7 @@ class FailureDetector:
         return None
 
     def _behind(self) -> dict[int, str]:
-        """Return the activities of ranks with fewer synchronisations than this, slowest first."""
+        """Return, slowest first, the activities of ranks that have synchronised less than this."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
@@ -336,14 +335,14 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 raises an error with the same words; wait a moment for it."""
+        """Return whether rank 0 raises an error with the same words; waits a moment for that."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
         return self._store.check(["word/0"]) and self._store.get("word/0") == words.encode()
 
     def _stay(self) -> None:
-        """Wait until the others have left: rank 0 may own the store, which ends with it."""
+        """Wait until the other ranks have left, since the store may end with this process."""
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         fault = self._fault(self._store)
         hangs = None  # a rank that does not leave
@@ -365,8 +364,8 @@ class FailureDetector:
                 self._task.give_up()
 
     def _listen(self) -> None:
-        """Measure for how long the store has not answered, see Note: [The store], by counting
-        rounds of this loop: the time for which this process itself was frozen does not count."""
+        """Measure how long the store has not answered, see Note: [The store]. Rounds of this loop
+        are counted, so the time for which this process itself was frozen does not count."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
@@ -403,7 +402,7 @@ class FailureDetector:
             self._task.give_up()
 
     def _missed(self, store: Store) -> Fault | None:
-        """Return the fault of a rank whose process ended without reporting an error, if any."""
+        """Return the fault of a rank whose process ended without reporting an error; else None."""
         for rank in self._others():
             # The order matters: a rank reports that it leaves before its process ends.
             if not self._lives(rank) and not self._has_left(rank, store):
@@ -421,7 +420,7 @@ class FailureDetector:
         return home.machine == self._home.machine and _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
-        """Publish `fault`, unless a rank was first, and return the fault that counts."""
+        """Publish `fault` unless another fault is already published; return the published one."""
         if store.add("faults", 1) == 1:
             store.set("fault", json.dumps([fault.rank, fault.cause]))
         return self._read_fault(store)
@@ -432,7 +431,7 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _read_fault(self, store: Store) -> Fault:
-        """Wait for the published fault; if another program wrote it, return one that says so."""
+        """Wait for the published fault and return it; if it is not farspan's, one that says so."""
         text = store.get("fault").decode(errors="replace")
         try:
             rank, cause = json.loads(text)
@@ -453,7 +452,7 @@ def is_shared(error: BaseException) -> bool:
 
 
 def exit_process(error: RankFailed) -> None:
-    """Print the error and end the process at once, even if a collective is waiting."""
+    """Print the error and end the process at once, even while a collective waits."""
     print(f"farspan: {error}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
@@ -471,7 +470,7 @@ def _words(error: BaseException) -> str:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return whether a message is shown without the exception's type, as farspan's errors are."""
+    """Return whether an error is shown without its type's name, as farspan's own errors are."""
     return type(error).__module__.startswith("farspan.")
 
 
@@ -504,10 +503,10 @@ _WANTED = "halt"
 
 class CooperativeStop:
     """Stops all ranks at the same checkpoint, see Note: [Stopping together]. The main thread calls
-    `pass_place`, the heartbeat thread calls `look`, signal handlers may call `ask`."""
+    `pass_place`, the heartbeat thread calls `look`, and signal handlers may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
-        """Create this rank's side; it waits `patience` seconds for the others' answers."""
+        """Join as this rank; other ranks' answers are waited for up to `patience` seconds."""
         self._rank, self._ranks, self._patience = rank, ranks, patience
         self._changed = threading.Condition()
         self._asked = 0
@@ -518,13 +517,13 @@ class CooperativeStop:
         self._missing = "all ranks"
 
     def ask(self, number: int) -> None:
-        """Request that all ranks stop, with a number above 0 as the reason; the largest counts. It
-        takes no lock: a signal handler interrupts the thread that may hold it."""
+        """Request that all ranks stop. `number`, above 0, is the reason; of several the largest
+        counts. This takes no lock: a signal handler may interrupt the thread that holds it."""
         self._asked = max(number, self._asked)
 
     @property
     def is_asked(self) -> bool:
-        """True once this rank knows of a request to stop."""
+        """True once this rank knows of a request that all ranks stop."""
         return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:
@@ -567,7 +566,7 @@ class CooperativeStop:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Stop waiting for the others: a rank or the store is gone, so collectives will fail."""
+        """Stop waiting for other ranks: a rank or the store is gone, so collectives will fail."""
         with self._changed:
             self._alone = True
             self._changed.notify_all()

@@ -40,13 +40,13 @@ UnitParameters = dict[nn.Parameter, tuple[str, list[ParameterSlot]]]  # first na
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the rows [start, stop) of a sharded tensor that `rank` holds, as torch.chunk."""
+    """Return the rows [start, stop) of a sharded tensor that `rank` holds, as in torch.chunk."""
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def shard_bytes(shape: Sequence[int], itemsize: int, ranks: int) -> int:
-    """Return the bytes of a rank's shard of a parameter, padded to rank 0's, the largest."""
+    """Return the bytes of a rank's shard of a parameter, padded to the largest shard, rank 0's."""
     rows = shape[0] if shape else 1
     width = torch.Size(shape[1:]).numel()
     return -(-rows // ranks) * width * itemsize
@@ -66,9 +66,9 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """Return the parameters of each unit, with their first names and the modules that hold them;
-    layers not in `here` get none. Raises UnsupportedError, beginning with `field`, for a parameter
-    that several layers share, or two that overlap in memory: they cannot be moved."""
+    """Return, for each layer and for what is outside, its parameters with their first names and the
+    modules that have them; none for layers not in `here`. Raises UnsupportedError, beginning with
+    `field`, if layers share a parameter or parameters overlap: these cannot be moved."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
@@ -97,7 +97,7 @@ def find_parameters(
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return, by name, each parameter's module, identity, dtype, shape and requires_grad."""
+    """Return each parameter's module, identity, dtype, shape and requires_grad, by its name."""
     return {
         f"{path}.{leaf}" if path else leaf: (module, id(p), p.dtype, p.shape, p.requires_grad)
         for path, module in model.named_modules()
@@ -107,7 +107,7 @@ def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
-    """Raise UnsupportedError if two parameters share memory: they would be updated apart."""
+    """Raise UnsupportedError if two parameters share memory, which their shards would not share."""
     spans = []
     for unit in units:
         for x, (name, _) in unit.items():
@@ -142,14 +142,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion:
-    """A box of elements that lies both in this rank's tensor and in the whole tensor."""
+    """A box of elements that is both in this rank's tensor and in the whole tensor."""
 
     here: tuple[int, ...]  # start in the rank's tensor
     there: tuple[int, ...]  # start in the whole
     sizes: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the box in the rank's tensor."""
+        """Return the box as a view of this rank's tensor."""
         for dim, (start, size) in enumerate(zip(self.here, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -157,13 +157,13 @@ class ShardRegion:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Boxes of this rank's part within a tensor of `shape`; empty if it has no part."""
+    """Boxes of a tensor of `shape` that this rank holds; none if it holds no part."""
 
     shape: tuple[int, ...]
     boxes: tuple[ShardRegion, ...]
 
     def rows(self, start: int, stop: int) -> "ShardPlacement":
-        """Return the placement after the rank's tensor is cut to its rows [start, stop)."""
+        """Return the placement that remains when the rank's tensor is cut to rows [start, stop)."""
         boxes = []
         for box in self.boxes:
             first, last = max(box.here[0], start), min(box.here[0] + box.sizes[0], stop)
@@ -187,7 +187,7 @@ def whole_placement(shape: Sequence[int]) -> ShardPlacement:
 
 
 def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> ShardPlacement:
-    """Return the placement of a rank that holds `ranges` of dimension `dim`, concatenated."""
+    """Return the placement of a rank's tensor that joins `ranges` of a tensor along `dim`."""
     starts = accumulate((stop - start for start, stop in ranges), initial=0)
     boxes = []
     for here, (start, stop) in zip(starts, ranges, strict=False):
@@ -221,7 +221,7 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _ShardedParameter:
-    """One parameter: this rank's shard, the whole when gathered, and the memory of both."""
+    """One parameter: this rank's shard, the whole (when gathered), and the memory of each."""
 
     name: str
     slots: list[ParameterSlot]
@@ -252,13 +252,12 @@ class _FsdpUnit:
 
 
 class ShardedParameters:
-    """A model's parameters, sharded over the ranks of `peers`, and gathered and reduced unit by
-    unit.
+    """A model's parameters, sharded over the ranks of `peers`, and gathered and reduced by units.
 
-    Unit l is `layers[l]`; unit `outer` is everything else. Layers of a pipeline's other stages are
-    left alone. Parameters without requires_grad are sharded too, buffers are not. A parameter on
-    the meta device has no values until it is filled. Every rank makes the same calls in the same
-    order.
+    Unit l is `layers[l]`; unit `outer` is everything outside the layers. Layers of other pipeline
+    stages are left alone. Parameters without requires_grad are sharded too, buffers are not. A
+    parameter on the meta device has no values until it is filled. Every rank makes the same calls
+    in the same order.
     """
 
     def __init__(
@@ -275,10 +274,10 @@ class ShardedParameters:
     ) -> None:
         """Replace the model's parameters by this rank's shards, in place.
 
-        `device` has the whole parameters; with `offload` the shards, and so the optimizer states,
+        Whole parameters lie on `device`; with `offload` the shards, and so the optimizer states,
         lie in main memory between steps. `outer` are the ranks that share the unit outside the
-        layers, if more than `peers`: those of all stages of a pipeline; `here` are the layers of
-        this rank, None: all. Raises UnsupportedError for a parameter that cannot be sharded.
+        layers, if more than `peers`: those of all pipeline stages. `here` are the layers of this
+        rank, None for all. Raises UnsupportedError for a parameter that cannot be sharded.
         """
         self.peers, self.device, self.stage, self.offload = peers, device, stage, offload
         self.outer = len(layers)
@@ -295,7 +294,7 @@ class ShardedParameters:
     def refuse_replaced(self, model: nn.Module) -> None:
         """Raise UnsupportedError if a parameter was replaced, added, removed, frozen or given other
         memory since it was sharded: gradients and gathered weights belong to the old parameters.
-        Call it while no unit is gathered."""
+        Call this while no unit is gathered."""
         now = parameter_slots(model)
         for name in {**self._slots, **now}:
             old, new = self._slots.get(name), now.get(name)
@@ -319,19 +318,19 @@ class ShardedParameters:
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
-        """Set this rank's shard of the parameter `name` of this stage from its whole value."""
+        """Set this rank's shard of the parameter `name`, if it has one, from the whole value."""
         for cut in (cut for unit in self._units for cut in unit.cuts if cut.name == name):
             local(cut.own).copy_(whole if self.stage is Stage.ZERO_0 else whole[slice(*cut.rows)])
 
     # -- the program ----------------------------------------------------------------------------
 
     def gathered(self, unit: int) -> bool:
-        """Return whether a unit's modules hold their whole parameters now."""
+        """Return whether the modules of a unit (see the class) now have their whole parameters."""
         return self.stage is Stage.ZERO_0 or self._units[unit].gathered
 
     @torch.no_grad()
     def gather(self, unit: int) -> None:
-        """All-gather a unit's parameters, bit for bit. See Note: [One parameter at a time]."""
+        """All-gather the parameters of a unit (a layer, or all outside the layers), bit for bit."""
         state = self._units[unit]
         if self.gathered(unit) or state.memory is None:
             return
@@ -344,8 +343,8 @@ class ShardedParameters:
         state.put(True)
 
     def release(self, unit: int) -> None:
-        """Replace a unit's whole parameters by their shards again; stages that keep weights whole
-        within a step do this at its end."""
+        """Put shards in place of the whole parameters of a unit (see the class). Stages of ZeRO
+        that keep weights whole within a step do this when the step ends."""
         if self.stage is Stage.ZERO_3:
             self._release(self._units[unit])
 
@@ -379,8 +378,8 @@ class ShardedParameters:
         """Yield, in ZERO_0, each parameter that has a gradient on some rank, with the gradient
         summed over ranks in their order, plus its value in `before`.
 
-        Use a sum before asking for the next; all ranks iterate to the end. Gradients are taken out
-        of `totals`; where this rank has none, the memory in `places` is zeroed and used.
+        Use a sum before the next is requested; all ranks iterate to the end. Gradients are taken
+        out of `totals`; a rank without one uses the memory in `places`, zeroed.
         """
         state = self._units[unit]
         for cut in self._summed(state, totals):
@@ -390,15 +389,15 @@ class ShardedParameters:
 
     @torch.no_grad()
     def end(self, *, sync: bool = True) -> None:
-        """End a step: release every unit. In ZERO_1, gradients are also reduced if `sync`; pass
-        False for each micro-batch of an update but the last."""
+        """End a step: put shards in place of all whole parameters. In ZERO_1 gradients are also
+        reduced if `sync`, which is False for each micro-batch of an update but the last."""
         for unit in self._units:
             self._release(unit)
             if self.stage is Stage.ZERO_1 and sync:
                 self._reduce(unit, unit.held)
 
     def abandon(self) -> None:
-        """End an unfinished step: release every unit, and drop gradients not yet reduced."""
+        """End an unfinished step: put shards back, and drop gradients that were not reduced."""
         for unit in self._units:
             self._release(unit)
             unit.held.clear()
@@ -406,18 +405,18 @@ class ShardedParameters:
     # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
-        """Return a unit's whole parameters by name; these objects stay the same in every step."""
+        """Return a unit's whole parameters by name: always the same objects (see the class)."""
         return {cut.name: cut.whole for cut in self._units[unit].cuts}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters to optimize, by name: DTensors, or plain parameters in ZERO_0."""
+        """Return the parameters for the optimizer, by name: DTensors, or in ZERO_0 plain ones."""
         return {cut.name: cut.own for unit in self._units for cut in unit.cuts}
 
     def places(
         self, before: Mapping[str, ShardPlacement] | None = None
     ) -> dict[str, ShardPlacement]:
-        """Return where this rank's part of each parameter lies in the whole. `before`: the
-        placements of parameters that were already one rank's parts before sharding."""
+        """Return where this rank's part of each parameter lies in the whole. `before` has the
+        placements of parameters of which each rank had only a part before they were sharded."""
         placements = {}
         for cut in (cut for unit in self._units for cut in unit.cuts):
             placement = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
@@ -427,8 +426,8 @@ class ShardedParameters:
         return placements
 
     def wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's name and whole value, gathered one unit at a time and valid until
-        the next is requested. Every rank must iterate to the end, even if it uses none."""
+        """Yield every parameter's name and whole value, valid until the next is requested. One unit
+        at a time is gathered. Every rank must iterate to the end, even if it uses no value."""
         for index, unit in enumerate(self._units):
             before = unit.gathered
             self.gather(index)
@@ -518,7 +517,6 @@ class ShardedParameters:
             self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
 
     def _summed(self, unit: _FsdpUnit, totals: Totals) -> list[_ShardedParameter]:
-        """Return the unit's parameters that have a gradient on at least one rank."""
         cuts = [cut for cut in unit.cuts if cut.own.requires_grad]
         if not cuts:
             totals.clear()
@@ -536,8 +534,8 @@ class ShardedParameters:
         total: Tensor | None,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Return this rank's rows of a gradient summed over ranks, plus these rows of `before`. In
-        ZERO_0: all rows, in the memory of `total` if its size fits."""
+        """Return this rank's rows of a gradient summed over ranks, plus the same rows of `before`;
+        in ZERO_0 all rows, in the memory of `total` if its size fits."""
         ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
@@ -569,7 +567,7 @@ class ShardedParameters:
         return own[: count * width].view(count, *shape[1:])
 
     def _add(self, unit: _FsdpUnit, cut: _ShardedParameter, total: Tensor) -> None:
-        """Add a summed gradient to `.grad` of the shard, in the sum's dtype, and round once."""
+        """Add a summed gradient to a shard's `.grad`, in the dtype of the sum, and round once."""
         total = total.to(self._home)
         if cut.own.grad is not None:
             total += local(cut.own.grad)
@@ -586,15 +584,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype for a parameter's `.grad`: its `grad_dtype`, or else the accumulate dtype,
-    which may be wider than the gradients of autograd."""
+    """Return the dtype for a parameter's `.grad`: its `grad_dtype` if set, or else the accumulate
+    dtype, which may be wider than autograd's gradients."""
     dtype = parameter.grad_dtype
     return accumulate_dtype(parameter.dtype) if dtype is None else dtype
 
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of gradients' local parts, a float64 scalar on `device`. The caller
-    sums over the ranks that hold other parts, and handles parts that several ranks hold."""
+    """Return the sum of squares of this rank's parts of gradients, a float64 scalar on `device`.
+    The caller adds the sums of other ranks, and sees to parts that several ranks hold."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)

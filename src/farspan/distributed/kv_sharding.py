@@ -11,9 +11,9 @@ Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in t
 The bytes that a rank sends do not grow with the prefix.
 
 In a `Ring` (Liu et al. 2023) queries stay. In step s a rank attends to the rows of the rank s
-places before it, while it sends them on to the next rank. In the backward they travel once more,
-and their dK, dV follow them, in the accumulate dtype and summed in the order of the ring, one hop
-further, to the rank that holds them:
+places before it, while it sends them on to the next rank. In the backward these rows travel once
+more, and their dK, dV follow, in the accumulate dtype and summed in the order of the ring, one hop
+further, to the rank that holds the rows:
 
     step        0             1                           2                           home
     compute     own rows      rows of rank - 1            rows of rank - 2            add dK, dV
@@ -23,7 +23,7 @@ further, to the rank that holds them:
 The bytes that a rank sends grow with the prefix.
 
 Legend: B batch, C tokens of the chunk, n queries, T rows, H query heads, Hk key-value heads, D head
-dim; rows of tokens are [tokens, B, heads, D].
+dim, Dv head dim of values; rows of tokens are [tokens, B, heads, D].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,10 +49,10 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """`KeyValues` that can also be read and added to as whole rows, in the layout ranks send."""
+    """K, V of earlier chunks (`KeyValues`) that are also read and added to as whole rows."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks."""
+        """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks, T rows."""
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
         """Add dK and dV of the rows that `prefix_rows` returns, in the accumulate dtype. Called
@@ -61,8 +61,8 @@ class WholeRows(KeyValues, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Attention of one chunk whose keys travel round a ring of ranks. The `AttentionCall` that it
-    gets holds this rank's queries against this rank's rows, and its q_start is this rank's."""
+    """Attention of one chunk whose keys travel round a ring of ranks. The `AttentionCall` passed to
+    its methods is for this rank's queries and rows of keys, and its q_start is this rank's."""
 
     peers: Communicator
     rows: Sequence[tuple[int, int]]  # of each rank: rows before the chunk, rows of the chunk
@@ -78,8 +78,8 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse of this rank's queries over the keys of all ranks, as `chunk.attend`
-        does. q [B, H, n, D] and k, v [B, Hk, n, D] are this rank's part of the chunk."""
+        """Return out and lse, as `chunk.attend` does, of this rank's queries over the keys of all
+        ranks. q [B, H, n, D] and k, v [B, Hk, n, D] are this rank's part of the chunk."""
         out, lse = self.attend_blocks(call, q, k, v, key_values)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -89,7 +89,7 @@ class Ring:
     def attend_blocks(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse as `attend` does, but without sinks and before out is rounded."""
+        """Return out and lse as `attend` does, but without sinks, and before out is rounded."""
         others = self._others(k, v, key_values)
         out, lse = attend_blocks(call, q, k, v, key_values)
         out = out.to(lse.dtype)
@@ -107,9 +107,9 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk and dv of this rank's part of the chunk, summed over ranks, and its
-        queries' share of d sinks, as `chunk.attend_backward` does. Gradients of this rank's earlier
-        rows, from the queries of all ranks, go to `key_values`."""
+        """Return dq, dk and dv of this rank's part of the chunk, summed over ranks, and the part of
+        d sinks from its queries, as `chunk.attend_backward` does. Gradients of this rank's earlier
+        rows, from the queries of all ranks, are added to `key_values`."""
         q, k, v = of_keys
         others = self._others(k, v, key_values)
         dq, dk, dv, _ = attend_backward(call, dout, q, k, v, attended, key_values)
@@ -134,14 +134,14 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return the settings of attention to peer `source`'s rows, all of them earlier keys."""
+        """Return `call` for attention to peer `source`'s rows, all of which are earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(
         self, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> Iterator[tuple[int, "_PeerRows"]]:
-        """Yield the other peers and their rows, from the previous peer backwards. Transfers
-        overlap: own rows are in flight when this returns, and later ones while some are used."""
+        """Yield the other peers and their rows of keys, backwards from the previous peer. Transfers
+        overlap: own rows are in flight when this returns, and the next rows while some are used."""
         if self.peers.size == 1:
             return iter(())
         index = self.peers.index
@@ -162,14 +162,14 @@ class Ring:
             yield source, _PeerRows(k, v)
 
     def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
-        """Start to send peer `source`'s rows on, and to receive those of the peer before it."""
+        """Start to send peer `source`'s rows on, and to receive rows of the peer before it."""
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
         return _pass_on(self.peers, parts, places, (k, v))
 
     def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
-        """Start to send peer `source`'s dK, dV on, and to receive those of the peer before it."""
+        """Start to send peer `source`'s dK, dV on, and to receive dK, dV of the peer before it."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
         return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))
@@ -177,7 +177,7 @@ class Ring:
 
 @dataclass(slots=True)
 class _PeerRows:
-    """K [T, B, Hk, D] and V [T, B, Hk, Dv] received from a peer, read as `KeyValues`."""
+    """K [T, B, Hk, D] and V [T, B, Hk, Dv] from a peer, in T rows, read by `KeyValues`' methods."""
 
     k: Tensor
     v: Tensor
@@ -196,21 +196,20 @@ class _PeerRows:
             total[start:stop, rows] += part.permute(2, 0, 1, 3)
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Add the dK and dV of these rows that other ranks computed before."""
+        """Add dK and dV of these rows that ranks before this one computed."""
         for total, part in zip(self.gradients, (dk, dv), strict=True):
             total += part
 
 
 @dataclass(slots=True)
 class _Pass:
-    """Tensors on their way to the next peer, and those to be received from the previous one."""
+    """Tensors on their way to the next peer, and tensors coming from the previous peer."""
 
     works: list[dist.Work]
     sent: Sequence[Tensor]
     received: tuple[Tensor, Tensor]
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the transfers, and return the received tensors."""
         for work in self.works:
             work.wait()
         self.sent = ()
@@ -223,8 +222,8 @@ def _pass_on(
     places: Sequence[Tensor],
     received: tuple[Tensor, Tensor],
 ) -> _Pass:
-    """Start to send tensors to the next peer and to receive from the previous one into `places`,
-    which are parts of `received`."""
+    """Start to send tensors to the next peer, and to receive tensors from the previous peer into
+    `places`, which are parts of `received`."""
     return _Pass(peers.pass_round(sent, places), sent, received)
 
 
@@ -238,10 +237,10 @@ Attended = tuple[Tensor, Tensor]  # out, lse
 @dataclass(frozen=True, slots=True)
 class KVShards:
     """Attention of one chunk whose queries travel to the ranks that hold the keys. The
-    `AttentionCall` that it gets holds all queries of the chunk against this rank's rows, and its
-    q_start is the chunk's.
+    `AttentionCall` passed to its methods is for all queries of the chunk and this rank's rows of
+    keys, and its q_start is the chunk's.
 
-    With a `ring` the shards share the queries of one of its ranks, and each shard has a ring.
+    With a `ring`, the queries are those of one rank of the ring, and every shard has a ring.
     """
 
     peers: Communicator
@@ -258,8 +257,8 @@ class KVShards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> Attended:
-        """Return out [B, H, n, Dv] and lse of this rank's queries over the keys of all ranks, as
-        `chunk.attend` does. q [B, H, n, D], k and v [B, Hk, t, D] are this rank's part."""
+        """Return out [B, H, n, Dv] and lse, as `chunk.attend` does, of this rank's queries over all
+        ranks' keys. q [B, H, n, D] and k, v [B, Hk, t, D] are this rank's part of the chunk."""
         of_all = _heads_first(self.peers.gather(_token_first(q), self.counts))
         if self.ring is None:
             out, lse = attend_blocks(call, of_all, k, v, key_values)
@@ -280,8 +279,8 @@ class KVShards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq of this rank's queries and dk, dv of its keys, summed over ranks, and its
-        queries' share of d sinks, as `chunk.attend_backward` does. `attended`: out, lse."""
+        """Return dq of this rank's queries and dk, dv of its keys, summed over ranks, and the part
+        of d sinks from its queries, as `chunk.attend_backward` does. `attended` is (out, lse)."""
         q, k, v = of_keys
         of_queries = [_token_first(x) for x in (q, attended[0], dout, attended[1])]
         gathered = _unpack(self.peers.gather(_pack(of_queries), self.counts), of_queries)
@@ -297,8 +296,8 @@ class KVShards:
         return dq, dk, dv, dsinks
 
     def _merged(self, out: Tensor, lse: Tensor) -> Attended:
-        """Exchange and merge the results that each rank computed from its own keys: return out and
-        lse of this rank's queries over all keys. out is [B, n, H, Dv] in memory."""
+        """Exchange what each rank computed from its own keys, and merge it: return out and lse of
+        this rank's queries over all keys. In memory out is [B, n, H, Dv]."""
         both = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
         own, size = self.counts[self.peers.index], self.peers.size
         rows = self.peers.exchange(_token_first(both), self.counts, [own] * size)
@@ -318,7 +317,7 @@ def _whole(key_values: KeyValues) -> WholeRows:
 
 
 def _token_first(x: Tensor) -> Tensor:
-    """Return [B, H, C, D] or [B, H, C] with tokens first, as ranks send rows."""
+    """Return [B, H, C, D] or [B, H, C] with tokens as first dimension, as ranks send rows."""
     return (x.permute(2, 0, 1, 3) if x.ndim == 4 else x.permute(2, 0, 1)).contiguous()
 
 
@@ -339,7 +338,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 def _unpack(rows: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Split rows of bytes into the tensors that `_pack` joined; `like` gives dtypes and shapes."""
+    """Split rows of bytes into the tensors that `_pack` joined, shaped and typed as in `like`."""
     sizes = [x.shape[1:].numel() * x.element_size() for x in like]
     return [
         # The copy is aligned for its dtype.

@@ -31,9 +31,8 @@ MOST_BYTES = 2**31  # of a message: plans of 70B models take 2 MB
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values that the ranks of `group` pass, in the order of ranks. Raises TypeError if
-    `value` holds something other than data, and RankFailed, naming the rank, if a rank sent
-    something other than a message."""
+    """Return the value of each rank of `group`, in the order of ranks. Raises TypeError if `value`
+    is not plain data, and RankFailed, naming the rank, if a rank sent anything but a message."""
     if group is None:
         record_sync()
     mine = np.frombuffer(encode(value), dtype=np.uint8).copy()
@@ -53,8 +52,8 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def broadcast(value: Any) -> Any:
-    """Return on every rank the value that rank 0 passes; other ranks' values are ignored. Raises
-    TypeError if it holds something other than data, and RankFailed for anything but a message."""
+    """Return rank 0's value on every rank; other ranks' values are ignored. Raises TypeError if the
+    value is not plain data, and RankFailed if rank 0 sent anything but a message."""
     record_sync()
     if dist.get_rank() == 0:
         _give(value, partial(dist.broadcast, src=0))
@@ -63,7 +62,7 @@ def broadcast(value: Any) -> Any:
 
 
 def send(value: Any, to: int) -> None:
-    """Send a value to one rank, which calls `receive`. Raises TypeError if it is not data."""
+    """Send a value to rank `to`, which calls `receive`. Raises TypeError if not plain data."""
     _give(value, partial(dist.send, dst=to))
 
 
@@ -87,7 +86,7 @@ def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
 
 
 def _checked(size: int, sender: int) -> int:
-    """Return the announced size of a message. Raises RankFailed for a size that no message has."""
+    """Return the announced size of a message. Raises RankFailed for one that no message has."""
     if not 0 <= size <= MOST_BYTES:
         raise RankFailed(
             f"rank {sender} announced a message of {size:,} bytes, but those of farspan have at "
@@ -97,14 +96,14 @@ def _checked(size: int, sender: int) -> int:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device whose tensors the group's backend can send."""
+    """Return the device from which the backend of a process group can send tensors."""
     backends = dist.get_backend_config(group)
     on_cpu = "cpu:" in backends or backends in ("gloo", "mpi")
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value as a message. Raises TypeError if it holds something other than data."""
+    """Encode a value as a message, which is JSON. Raises TypeError if it is not plain data."""
     try:
         return json.dumps(_plain(value)).encode()
     except RecursionError as error:
@@ -114,7 +113,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, sender: int) -> Any:
-    """Decode a message to its value. Raises RankFailed, naming the sender, if malformed."""
+    """Decode a message to its value. Raises RankFailed, naming the sender, if it is malformed."""
     try:
         return _value(json.loads(data))
     except Exception as error:  # foreign bytes may raise anything
@@ -242,17 +241,17 @@ def _name_of(kind: type) -> str:
 # -- and back ------------------------------------------------------------------------------------
 
 
-def _value(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_value(item) for item in found]
-    if not isinstance(found, dict):
-        return found
-    ((kind, content),) = found.items()
+def _value(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return [_value(item) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, content),) = encoded.items()
     return _KINDS[kind](content)
 
 
 def _class(name: str) -> Any:
-    """Return the class that a message names. Raises TypeError unless it is for farspan's data."""
+    """Return the class that a message names. Raises TypeError unless it holds farspan's data."""
     module, _, path = name.partition(":")
     if not _OWN.fullmatch(module):
         raise TypeError(f"{name} is not a class of farspan")
@@ -267,7 +266,7 @@ def _class(name: str) -> Any:
 
 
 def _instance(content: Any) -> Any:
-    """Build a dataclass or named tuple from its fields, without calling its code."""
+    """Build a dataclass or named tuple from its fields, without calling the class's code."""
     name, given = content
     kind = _class(name)
     names = kind._fields if issubclass(kind, tuple) else [own.name for own in fields(kind)]

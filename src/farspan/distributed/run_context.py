@@ -37,8 +37,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # short messages go th
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """This process's rank among `ranks` processes. `local` is its index on its machine, and its
-    GPU's; the machine has `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
+    """Rank of this process among `ranks` processes. `local` is its index on its machine, and that
+    of its GPU; the machine has `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
 
     rank: int
     ranks: int
@@ -47,7 +47,7 @@ class LaunchEnv:
 
 
 def launch_env() -> LaunchEnv | None:
-    """Return this process's rank by the launcher or process group; None if there is neither."""
+    """Return this process's rank, from its launcher or process group; None if it has neither."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return _placed(rank, dist.get_world_size())
@@ -57,48 +57,48 @@ def launch_env() -> LaunchEnv | None:
 
 
 def _placed(rank: int, ranks: int) -> LaunchEnv:
-    """Return a rank's LaunchEnv; without a launcher's variables all ranks are on one machine."""
+    """Return a rank's LaunchEnv, as if on one machine if the launcher has not set its variables."""
     local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
     return LaunchEnv(rank, ranks, int(local), int(near))
 
 
 @contextmanager
 def process_group(
-    place: LaunchEnv, device: torch.device, seconds: float
+    launch: LaunchEnv, device: torch.device, seconds: float
 ) -> Iterator[CooperativeStop]:
-    """Inside the block, have a process group with a FailureDetector; yield the CooperativeStop of
-    its ranks. A group that exists already is used, and kept at the end.
+    """Provide a process group with a FailureDetector inside the block, and yield its
+    CooperativeStop. A group that already exists is used, and kept at the end.
 
-    A collective fails after `seconds`. An error inside the block names the first rank that failed.
-    Raises RankFailed if the ranks do not come together; if the store is silent meanwhile, the
-    process ends, unless the group existed before.
+    A collective fails after `seconds`. An error that leaves the block names the first rank that
+    failed. Raises RankFailed if the ranks do not come together; if the store is silent meanwhile,
+    the process ends, unless the group existed before.
     """
     was_there = dist.is_initialized()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=seconds)
     if not was_there:
-        with _joining(place, seconds):
-            own = _store(place, timeout)
-        with _joining(place, seconds):
+        with _joining(launch, seconds):
+            own = _store(launch, timeout)
+        with _joining(launch, seconds):
             dist.init_process_group(
                 BACKENDS[device.type],
                 store=own,
-                rank=place.rank,
-                world_size=place.ranks,
+                rank=launch.rank,
+                world_size=launch.ranks,
                 timeout=timeout,
             )
     store = dist.distributed_c10d._get_default_store()
     failures = PrefixStore(f"failures/{_number()}", store)
-    halt = CooperativeStop(place.rank, place.ranks, seconds)
+    halt = CooperativeStop(launch.rank, launch.ranks, seconds)
     leave, store_of = (
         (None, "the store of the process group") if was_there else (exit_process, _launcher())
     )
-    with nullcontext() if was_there else _joining(place, seconds):
+    with nullcontext() if was_there else _joining(launch, seconds):
         detector = FailureDetector(
             failures,
-            place.rank,
-            place.ranks,
+            launch.rank,
+            launch.ranks,
             leave,
             halt,
             patience=max(seconds, SILENCE),
@@ -113,9 +113,9 @@ def process_group(
 
 @contextmanager
 def _joining(launch: LaunchEnv, seconds: float) -> Iterator[None]:
-    """Guard calls of the store while no FailureDetector runs yet: if the store does not answer
-    within `seconds`, end the process, because such calls neither return nor raise. Raises
-    RankFailed for errors of the calls."""
+    """Guard calls of the store until a FailureDetector runs: if the store does not answer within
+    `seconds`, end the process, because such calls neither return nor raise. Raises RankFailed for
+    errors of the calls."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     host = _launcher() or f"rank 0, which has the store of all ranks at {where},"
     silent = RankFailed(
@@ -142,7 +142,7 @@ def _joining(launch: LaunchEnv, seconds: float) -> Iterator[None]:
 
 def _store(launch: LaunchEnv, timeout: timedelta) -> PrefixStore:
     """Connect to the key-value store of all ranks. torchrun keeps one store through all attempts,
-    with the addresses of dead ranks, so each attempt has a prefix of its own."""
+    with the addresses of dead ranks, so keys have a prefix per attempt."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = launch.rank == 0 and _launcher() is None
     store = TCPStore(
@@ -159,8 +159,8 @@ def _store(launch: LaunchEnv, timeout: timedelta) -> PrefixStore:
 
 def _listen(host: str, port: int, is_far: bool) -> int | None:
     """Return a socket that listens on MASTER_ADDR alone; TCPStore would listen on every interface.
-    None if this machine does not have the address (a service's name, say), if some ranks are on
-    other machines and the address is local, or if this process already uses the port."""
+    None if this machine does not have the address (a service's name, say), if the address is local
+    but some ranks are on other machines, or if this process already uses the port."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:  # TCPStore names the unknown host
@@ -181,7 +181,7 @@ def _listen(host: str, port: int, is_far: bool) -> int | None:
 
 
 def _launcher() -> str | None:
-    """Describe the launcher's store, for errors; None if rank 0 owns the store."""
+    """Return words for the launcher's store, for errors; None if rank 0 has the store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return f"the launcher's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -191,8 +191,8 @@ _boards = 0
 
 
 def _number() -> int:
-    """Return the number of this process's next FailureDetector, which its keys carry: ranks open
-    detectors in the same order."""
+    """Return the number of the next FailureDetector, which its keys in the store contain. All ranks
+    open detectors in the same order."""
     global _boards
     _boards += 1
     return _boards
@@ -207,7 +207,7 @@ OWN = ("data.cache",)  # keys that may differ from rank to rank
 
 
 class StopPoint(Enum):
-    """Places in the work at which all ranks may stop."""
+    """Point in the work at which all ranks may stop."""
 
     BATCH = auto()  # before each batch of a step or an evaluation
     CELL = auto()  # after a cell of a step
@@ -216,7 +216,7 @@ class StopPoint(Enum):
 
 @dataclass(slots=True)
 class DistributedContext:
-    """A run, as seen by one process. All processes make the same calls in the same order."""
+    """The processes of a run, seen by one process. All make the same calls in the same order."""
 
     device: torch.device
     launch: LaunchEnv | None = None  # None: alone
@@ -244,7 +244,7 @@ class DistributedContext:
 
     @property
     def replica(self) -> int:
-        """The index of this rank's replica along the axis `data`."""
+        """Index of this rank's replica along the axis `data`."""
         return 0 if self.ranks is None else self.ranks.rank.along["data"]
 
     @property
@@ -252,32 +252,32 @@ class DistributedContext:
         return self.layout.data
 
     def set_layout(self, layout: Layout) -> None:
-        """Arrange the ranks along the axes of a layout, from now on."""
+        """Set the layout, along whose axes the ranks are arranged from now on."""
         if self.launch is not None:
             timeout = timedelta(seconds=self.timeout)
             self.ranks, self.layout = ParallelContext(layout, self.device, timeout), layout
 
     def maximum(self, value: int) -> int:
-        """Return the largest of the ranks' values."""
+        """Return the largest value that any rank passes."""
         return max(self.all_gather(value))
 
     def minimum(self, value: int) -> int:
-        """Return the smallest of the ranks' values."""
+        """Return the smallest value that any rank passes."""
         return min(self.all_gather(value))
 
     def request_stop(self, number: int) -> None:
-        """Ask all ranks to stop for a signal, by its number. A signal handler may call it."""
+        """Ask all ranks to stop for a signal with this number. A signal handler may call this."""
         if self.halt is not None:
             self.halt.ask(number)
 
-    def must_stop(self, place: StopPoint) -> int:
-        """Return the signal's number if all ranks stop at this point, else 0. They never stop at a
-        point that only some ranks pass."""
+    def must_stop(self, point: StopPoint) -> int:
+        """Return the number of the signal if all ranks stop at this point, 0 if they go on, as at
+        every point that only some ranks pass."""
         # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
         # only, may be shorter than the others.
-        if place is not StopPoint.BATCH and self.layout.pipeline > 1:
+        if point is not StopPoint.BATCH and self.layout.pipeline > 1:
             return 0
-        if place is StopPoint.HELD_OUT_CELL and self.replicas > 1:
+        if point is StopPoint.HELD_OUT_CELL and self.replicas > 1:
             return 0
         return 0 if self.halt is None else self.halt.pass_place()
 
@@ -285,13 +285,13 @@ class DistributedContext:
         """Return whether this rank knows that all will stop after a cell; others may not yet."""
         return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
 
-    def first_given(self, found: T | None) -> tuple[int, T] | None:
-        """Return the first rank whose value is not None, and its value; None if all are None."""
-        everyone = enumerate(self.all_gather(found))
+    def first_given(self, value: T | None) -> tuple[int, T] | None:
+        """Return the first rank whose value is not None, with this value; None if all are None."""
+        everyone = enumerate(self.all_gather(value))
         return next(((number, one) for number, one in everyone if one is not None), None)
 
     def gather_replicas(self, items: list[T]) -> list[T]:
-        """Return the lists of all replicas joined, in the order of replicas."""
+        """Return the items of all replicas in one list, in the order of replicas."""
         if self.ranks is None:
             return items
         by_rank = self.all_gather(items)
@@ -299,18 +299,18 @@ class DistributedContext:
         return [item for rank in firsts for item in by_rank[rank]]
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values that the ranks pass, in the order of ranks."""
+        """Return the value of each rank, in the order of ranks."""
         return [value] if self.launch is None else _everyone(value)
 
     def sum_over_replicas(self, count: int) -> int:
-        """Return the sum of the replicas' counts."""
+        """Return the sum of `count` over replicas."""
         if self.ranks is None:
             return count
         return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
 
     def run_on_rank0(self, work: Callable[[], T], what: str = "its work for all ranks") -> T:
-        """Run `work` on rank 0 alone and return its result on every rank; the others wait.
-        UnsupportedError and WriteFailed are raised on all. `what`: label for timeouts."""
+        """Run `work` on rank 0 alone and return its result on every rank; the other ranks wait.
+        UnsupportedError and WriteFailed are raised on all. `what` names the work in timeouts."""
         return (
             work()
             if self.launch is None
@@ -318,14 +318,14 @@ class DistributedContext:
         )
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors on every rank with rank 0's values."""
+        """Overwrite tensors on every rank with rank 0's values, bit for bit."""
         if self.launch is None:
             return
         for tensor in tensors:
             broadcast_bits(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
-        """Raise UnsupportedError on all ranks if `value` differs between them."""
+        """Raise UnsupportedError on all ranks if `value`, named `what`, differs between them."""
         if self.ranks is not None:
             self.ranks.refuse_unlike(what, value)
 
@@ -334,9 +334,9 @@ class DistributedContext:
 def join_run(
     launch: LaunchEnv | None, device: torch.device, values: Mapping[str, Any], timeout: float
 ) -> Iterator[DistributedContext]:
-    """Inside the block, have this process joined to its run: all processes, known to have the same
-    settings. `device` is the run file's, `values` are the run file's settings by dotted key. Raises
-    UnsupportedError if ranks differ, and RankFailed if another rank failed."""
+    """Join the processes of a run for the duration of the block, and check that they have the same
+    settings. `device` is the run file's device, `values` are its settings by dotted key. Raises
+    UnsupportedError if settings differ between ranks, and RankFailed if another rank failed."""
     if launch is None:
         yield DistributedContext(device)
         return
@@ -347,7 +347,7 @@ def join_run(
 
 
 def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.device:
-    """Return this process's device. Raises UnsupportedError if another rank uses the same one."""
+    """Return this process's device. Raises UnsupportedError if other ranks would use it too."""
     if device.type != "cuda" or (device.index is not None and launch.ranks == 1):
         return device
     if device.index is not None:

@@ -59,18 +59,18 @@ class TensorParallel:
                 put([(module._parameters, leaf, nn.Parameter(own, whole.requires_grad))])
 
     def is_cut(self, name: str) -> bool:
-        """Return whether the parameter `name` is sharded. If so, its gradient is complete on every
-        rank; the gradient of any other parameter must be summed over the peers."""
+        """Return whether the parameter `name` is sharded, so that its gradient is complete on this
+        rank. The gradient of any other parameter must be summed over the peers."""
         return name in self.plan.cuts
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a tensor that is shaped like the parameter `name`; the whole
-        tensor if that is not sharded."""
+        """Return this rank's slice of a tensor in the shape of the parameter `name`, or the whole
+        tensor if that parameter is not sharded."""
         cut = self.plan.cuts.get(name)
         return whole if cut is None else cut.slice(whole, self.peers.index, self.peers.size)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """Gather a whole tensor from the peers' slices. All peers call it, in the same order."""
+        """Gather a whole tensor from the slices of peers, which all call this in the same order."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return local
@@ -82,12 +82,12 @@ class TensorParallel:
     def shell(
         self, index: int, layer: Module, counts: Counts, inside: BlockWrapper | None = None
     ) -> Module:
-        """Return layer `index`, wrapped so that this rank's tokens go in and come out, [B,
-        counts[peer], h].
+        """Return a copy of layer `index` that reads and returns this rank's tokens, [batch, tokens,
+        hidden].
 
-        The layer's other inputs (position embeddings) cover the tokens of all peers, in their
-        order; attention is called with those tokens and this rank's heads. `inside` may replace a
-        block that runs on all tokens, by tiles for example.
+        `counts` are the tokens of each peer. The layer's other inputs (position embeddings) cover
+        the tokens of all peers, in their order; attention is called with those tokens and this
+        rank's heads. `inside` may replace a block that runs on all tokens, for example by tiles.
         """
 
         def gather(_: str, x: Tensor, dim: int) -> Tensor:
@@ -105,7 +105,7 @@ class TensorParallel:
 
 
 class _SharedBlock(StandIn):
-    """A block on the tokens of all ranks: gathers them, and scatters the sum of the outputs."""
+    """Stand-in for a block that gathers all ranks' tokens and scatters the sum of the outputs."""
 
     def __init__(
         self, inner: nn.Module, bias: nn.Parameter | None, peers: Communicator, counts: Counts
@@ -126,11 +126,11 @@ class _SharedBlock(StandIn):
 
 
 class _Wide(nn.Module):
-    """Runs a module that needs the features of all ranks, and returns this rank's part of the
+    """Stand-in for a module that needs all ranks' features; it returns this rank's part of the
     outputs.
 
-    The backward gathers the gradients of all features too: the module computes the very bits that
-    it does when whole, and no rank's part of a sum is rounded to the module's dtype.
+    The backward gathers the gradients of all features too. So the module computes the same bits as
+    in the whole model, and no rank's part of a sum is rounded to the module's dtype.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _Wide(nn.Module):
 
 
 class _LocalHeads:
-    """A configuration whose numbers of heads are divided by the ranks."""
+    """A model's configuration with numbers of heads divided by the number of ranks."""
 
     def __init__(self, config: Any, ranks: int) -> None:
         self._config, self._ranks = config, ranks
@@ -167,8 +167,8 @@ class _LocalHeads:
 def local_block(
     module: nn.Module, block: TensorBlock, ranks: int, index: int, gather: GatherFeatures
 ) -> nn.Module:
-    """Return a block that uses this rank's slices of the weights: its output is this rank's part of
-    a sum over ranks, without the last bias."""
+    """Return a copy of a block with this rank's slices of weights. Its output is this rank's part
+    of a sum over ranks, without the last module's bias."""
     last = module.get_submodule(block.last)
     inside: dict[str, nn.Module] = {
         block.last: shell_of(last, parameters={"bias": None}, own_forward=True)
@@ -197,14 +197,14 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """Return a weight of equal values in which only rows [start, start + size) get a gradient."""
+    """Return a weight of equal values of which only rows [start, start + size) get a gradient."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightPlace:
-    """The range of features that one rank holds at a module."""
+    """Range of a module's features that this rank holds."""
 
     module: str
     dim: int
@@ -220,8 +220,8 @@ class _WeightPlace:
 
 
 class _Every(torch.autograd.Function):
-    """Gathers the features of all ranks. Every rank then computes the same, so in the backward each
-    rank's part of the gradient is complete without a sum."""
+    """Gather of the features of all ranks. All ranks then compute the same, so in the backward a
+    rank's part of the gradient is complete without a sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
@@ -234,7 +234,7 @@ class _Every(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """Selects this rank's features; the backward gathers the gradients of all ranks' features."""
+    """Selection of this rank's features; its backward gathers the gradients of all features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
@@ -292,8 +292,8 @@ PROBE_LIMIT = torch.finfo(torch.float32).eps ** 0.5
 
 @torch.no_grad()
 def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None:
-    """Check on one process that sharding keeps each layer's function; raise UnsupportedError if it
-    does not. `layers` are whole."""
+    """Check on one process that sharding keeps each layer's function, by running whole layers and
+    their shards. Raises UnsupportedError if it does not."""
     checked = set()
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
         signature = layer_signature(layer, index)
@@ -331,7 +331,7 @@ def _run_sharded(
 
 @dataclass(slots=True)
 class _AllRanksFeatures:
-    """Features of every rank in one process, for modules that read the features of all ranks."""
+    """Features of all ranks, kept in one process for modules that need them together."""
 
     ranks: int
     seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -346,7 +346,7 @@ class _AllRanksFeatures:
 
 
 class _AllRanksBlock(StandIn):
-    """A block computed as each rank would, in one process, with the outputs added."""
+    """Stand-in for a block that runs as on every rank, in one process, and adds the outputs."""
 
     def __init__(self, module: nn.Module, block: TensorBlock, cuts: LayerPlan, ranks: int) -> None:
         super().__init__(module)
@@ -377,7 +377,7 @@ class _AllRanksBlock(StandIn):
 
 
 def _sliced(module: nn.Module, name: str, cuts: LayerPlan, rank: int, ranks: int) -> nn.Module:
-    """Return a shallow copy of a block in which sharded parameters are the slices of one rank."""
+    """Return a shallow copy of a block whose sharded parameters are the slices of one rank."""
     own: dict[str, dict[str, nn.Parameter]] = {"": {}}  # of the block and its children
     for key, cut in cuts.cuts.items():
         if not key.startswith(f"{name}."):

@@ -33,14 +33,14 @@ INSTEAD = "use ulysses instead of tensor"
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """Sharding of a parameter along a dimension, in equal slices of each part (Q, K, V)."""
+    """Sharding of a parameter along a dimension, in equal slices of each of its parts (Q, K, V)."""
 
     shape: tuple[int, ...]  # of the whole parameter
     dim: int
     parts: tuple[int, ...]  # their sum is shape[dim]
 
     def slice(self, whole: Tensor, index: int, ranks: int) -> Tensor:
-        """Return a copy of the slices that rank `index` of `ranks` holds."""
+        """Return a copy of rank `index`'s slices of the parameter, one of each part."""
         assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
         own = []
         for piece in whole.split(self.parts, self.dim):
@@ -67,8 +67,8 @@ class WideModule:
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """A child of a decoder layer, attention or MLP, that is sharded: it reads all tokens, and its
-    outputs are summed over ranks."""
+    """A child of a decoder layer, attention or MLP, that is sharded. It reads all ranks' tokens,
+    and its outputs are summed over ranks."""
 
     name: str
     last: str  # name of its rowwise module
@@ -92,9 +92,10 @@ class TensorPlan:
 
     @cached_property
     def cuts(self) -> dict[str, ParameterCut]:
-        """The sharded parameters, by name in the model. Other gradients of a layer are complete
-        only when summed over the ranks of `tensor`: norms see a rank's own tokens, those inside
-        attention its own heads, and a rowwise bias is added to its own tokens."""
+        """Sharding of each sharded parameter, by its name in the model. Gradients of a layer's
+        other parameters are complete only when summed over the ranks of `tensor`: norms see a
+        rank's own tokens, norms in attention its own heads, and rowwise biases are added to its own
+        tokens."""
         return {
             f"{self.prefix}.{index}.{name}": cut
             for index, layer in enumerate(self.layers)
@@ -103,8 +104,7 @@ class TensorPlan:
 
 
 def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPlan:
-    """Plan the sharding of a causal LM whose decoder layers are `layers`, from transformers' own
-    plan.
+    """Plan the sharding of a causal LM over ranks, from transformers' own plan for the model.
 
     Raises UnsupportedError for a model without a plan, and for styles inside a layer that farspan
     cannot shard exactly.
@@ -133,7 +133,7 @@ def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPl
 
 @dataclass(frozen=True, slots=True)
 class _PlanReader:
-    """Converts transformers' plan of a model, layer by layer."""
+    """Conversion of transformers' plan for a model, layer by layer."""
 
     styles: dict[str, str]  # by name in the layer, with * for numbers
     ranks: int
@@ -162,7 +162,7 @@ class _PlanReader:
         return LayerPlan(tuple(blocks), cuts)
 
     def _named(self, layer: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the names in a layer to which transformers' plan gives a style, with the style."""
+        """Yield the names in a layer to which transformers' plan gives a style, and the style."""
         names = [name for name, _ in layer.named_modules()]
         names += [name for name, _ in layer.named_parameters()]
         for name in names:
@@ -205,7 +205,7 @@ class _PlanReader:
         return TensorBlock(name, last[0], attends, tuple(_wide(module, widths, styles)))
 
     def _parts(self, style: str, outputs: int, features: int, attends: bool) -> tuple[int, ...]:
-        """Return how many of a weight's outputs belong to each part, such as Q, K and V."""
+        """Return how many of a weight's outputs belong to each of its parts, such as Q, K, V."""
         if style == "colwise":
             return (outputs,)
         of_keys = features // self.heads * self.kv_heads
@@ -225,7 +225,7 @@ class _PlanReader:
 
 
 def _owner(model: nn.Module, layers: nn.ModuleList) -> tuple[str, nn.Module]:
-    """Return the name of the list of decoder layers in the model, and the module that has it."""
+    """Return the name of the model's list of decoder layers, and the module that has the list."""
     for name, module in model.named_modules():
         if module is layers:
             return name, model.get_submodule(name.rpartition(".")[0])
@@ -257,8 +257,8 @@ def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
 
 
 def _column(where: str, leaf: str, style: str, block: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that a colwise entry of the plan names: a linear module's, or one of
-    the block itself, such as sinks."""
+    """Return the parameters of one "colwise" entry in the plan: those of a linear module, or one
+    parameter of the block itself, such as sinks."""
     direct = block._parameters.get(leaf)
     if direct is not None:
         return {leaf: direct}

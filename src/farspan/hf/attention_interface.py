@@ -31,8 +31,8 @@ Attention = Callable[..., Tensor]
 _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=None)
 
 
-def _unasked(module: nn.Module, *_: Any, **__: Any) -> Tensor:
-    """Raise UnsupportedError for an attention call outside the layers, which were all replaced."""
+def _outside_layers(module: nn.Module, *_: Any, **__: Any) -> Tensor:
+    """Raise UnsupportedError for an attention call from outside the layers, which were replaced."""
     raise UnsupportedError(
         f"model: {type(module).__name__} attended although other modules had replaced its layers, "
         "so something outside the decoder's list of layers still holds them, such as a wrapper "
@@ -66,7 +66,7 @@ def _attention(
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
-    """Record the window or chunk of a mask that the model requests, without building the mask."""
+    """Record the window or chunk of a mask that the model requests, without building that mask."""
     noted = _local_sizes.get()
     if noted is not None and local_size is not None:
         noted.add(int(local_size))
@@ -78,18 +78,18 @@ AttentionMaskInterface.register(PROBE, _mask)
 
 
 def attended(
-    attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, asked: Any, **further: Any
+    attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, keywords: Any, **further: Any
 ) -> Tensor:
-    """Answer the model's attention call with a function such as `attention.backends.reference`.
-    `asked` has the call's keywords."""
-    window, softcap, sinks = map(asked.get, ("sliding_window", "softcap", "s_aux"))
+    """Compute a model's attention call, which has these keywords, by a function such as
+    `attention.backends.reference`."""
+    window, softcap, sinks = map(keywords.get, ("sliding_window", "softcap", "s_aux"))
     out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
     return out.transpose(1, 2)
 
 
 @contextmanager
 def answering(attention: Attention) -> Iterator[None]:
-    """Answer the attention calls of routed models with `attention` inside the context."""
+    """Inside the context, compute the attention calls of routed models by `attention`."""
     token = _active.set(attention)
     try:
         yield
@@ -99,7 +99,7 @@ def answering(attention: Attention) -> Iterator[None]:
 
 @contextmanager
 def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
-    """Route the model's attention calls as `routed` does; collect the windows of its masks."""
+    """Route the model's attention calls as `routed` does, and collect the windows of its masks."""
     noted: set[int] = set()
     token = _local_sizes.set(noted)
     try:
@@ -111,10 +111,10 @@ def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
 
 @contextmanager
 def routed(model: PreTrainedModel) -> Iterator[None]:
-    """Route the model's attention calls to farspan inside the context, and have its routers add the
-    gradients of their losses. Generation and evaluation elsewhere do not change."""
+    """Route the model's attention calls to farspan inside the context, and restore the model's
+    attention afterwards. Generation and evaluation outside the context do not change."""
     with (
-        answering(_active.get() or _unasked),
+        answering(_active.get() or _outside_layers),
         config_field(model, "_attn_implementation_internal", NAME),
         put_in(hooks(model)),
         # The stages of a forward have no router logits for the model's own loss.
@@ -125,7 +125,7 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def config_field(model: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set a field in every configuration that the model's modules hold, inside the context."""
+    """Inside the context, set a field in every configuration that the model's modules hold."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
     with put_in((vars(config), name, value) for config in configs.values()):
@@ -134,7 +134,7 @@ def config_field(model: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def eager_experts(model: nn.Module) -> Iterator[None]:
-    """Run experts one by one inside the context. The default, torch's grouped product, has no
-    float64 and rounds differently, so gradients are not comparable."""
+    """Run experts one after another inside the context. By default torch's grouped product runs
+    them, which has no float64 and rounds differently, so gradients would not be comparable."""
     with config_field(model, "_experts_implementation_internal", "eager"):
         yield

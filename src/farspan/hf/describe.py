@@ -38,8 +38,7 @@ BATCHES = 1, 2  # sequences of measured scans
 @torch.no_grad()
 def describe(stages: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
     """Describe a model as a ModelSpec. Raises UnsupportedError if it cannot run exactly in chunks.
-    `device` is where its cells run, if weights lie elsewhere: autograd saves other tensors
-    there."""
+    Its cells will run on `device`, which decides what autograd saves; weights may lie elsewhere."""
     return _described(stages, probe_layers, device)
 
 
@@ -48,8 +47,8 @@ NO_MAIN_MEMORY = "DefaultCPUAllocator"  # in torch's error when main memory is e
 
 @torch.no_grad()
 def describe_unproven(stages: CausalLMStages) -> ModelSpec:
-    """Describe a model whose weights have the right shapes but no values. Exactness in chunks
-    depends on values and is not checked."""
+    """Describe a model whose weights have their shapes but no values, as a ModelSpec. That chunks
+    are exact is not checked, since it depends on values."""
     return _described(stages, ask_layers, None)
 
 
@@ -93,7 +92,7 @@ def _described(
 
 
 def _place(model: nn.Module, error: Exception) -> str:
-    """Return words for the place of an error in the model family's code, or ""."""
+    """Return as text the function of the model's own code in which an error arose, else ""."""
     own = getattr(sys.modules[type(model).__module__], "__file__", None)
     frames = traceback.walk_tb(error.__traceback__)
     inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]
@@ -103,7 +102,7 @@ def _place(model: nn.Module, error: Exception) -> str:
 def _with_activations(
     stages: CausalLMStages, layers: list[LayerSpec], device: torch.device
 ) -> list[LayerSpec]:
-    """Return the layers with the bytes that autograd saves in a cell, measured at two lengths."""
+    """Return the specs of layers with the bytes that autograd saves, measured at two lengths."""
     measured: dict[tuple[Any, ...], LayerSpec] = {}
     result = []
     for index, kind in enumerate(zip(stages.kinds(), layers, strict=True)):
@@ -115,7 +114,7 @@ def _with_activations(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A layer to measure, and the device on which its cells will run."""
+    """A layer whose saved bytes are measured, and the device on which its cells will run."""
 
     stages: CausalLMStages
     index: int
@@ -124,8 +123,8 @@ class _Measured:
 
 
 def _with_line(layer: _Measured) -> LayerSpec:
-    """Return a layer with its saved bytes. Scans are measured with one and with several sequences,
-    since they copy transposed tensors if there are several."""
+    """Return a layer's spec with its saved bytes. Recurrent layers are measured with one and with
+    several sequences, since their scans copy transposed tensors if there are several."""
     batches = BATCHES if layer.spec.state else (1,)
     found = [_line(layer, batch) for batch in batches]
     return replace(
@@ -137,8 +136,8 @@ def _with_line(layer: _Measured) -> LayerSpec:
 
 
 def _line(layer: _Measured, batch: int) -> tuple[int, int, bool]:
-    """Return the bytes that a layer saves per token, the constant bytes per sequence, and whether
-    it saves its input."""
+    """Return the bytes that a layer saves per token and the constant bytes per sequence, from
+    measurements at two lengths, and whether it saves its input."""
     low, high = SCANNED if layer.spec.state else SIZES
     few, many = (_saved(layer, batch, tokens) for tokens in (low, high))
     slope = -(-(many.bytes - few.bytes) // (batch * (high - low)))
@@ -198,7 +197,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
 
 
 class _Shape(torch.autograd.Function):
-    """Stand-in for attention that saves only q, as a cell does, whose O has its own buffer."""
+    """Stand-in for attention that saves only q; in a cell, another buffer holds the output."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -219,7 +218,7 @@ PROJECTIONS = 3  # q, k and v, if unknown
 
 
 def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
-    """Return a model's description with the work of each layer."""
+    """Return a model's description with an estimate of each layer's work."""
     config = stages.model.config.get_text_config()
     active = getattr(config, "num_experts_per_tok", None) or 1
     pairs = zip(stages.layers, spec.layers, strict=True)
@@ -232,7 +231,7 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
 
 def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
     """Estimate a layer's work from its weights and saved bytes. Every matrix is multiplied once per
-    token; of stacked experts, `active` are. Convolutions over a few tokens are left out. Saved
+    token, but of stacked experts only `active`. Convolutions over a few tokens are left out. Saved
     tensors are written and read once, a lower bound of element-wise traffic."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
@@ -273,9 +272,9 @@ def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> Mod
 
 @torch.no_grad()
 def describe_shapes(model: PreTrainedModel) -> ModelSpec:
-    """Describe a model with parameters on the meta device, and the work of its layers. Its
-    parameters are replaced by stand-ins, in place. Exactness in chunks depends on the weights'
-    values and is not checked. Raises UnsupportedError if no weights could make the model exact."""
+    """Describe a model with parameters on the meta device, with each layer's work. In place,
+    stand-ins replace its parameters. Exactness in chunks depends on the weights' values and is not
+    checked. Raises UnsupportedError if no weights could make the model exact."""
     refuse_dropout(model)
     _stand_in(model)
     stages = CausalLMStages(model)
@@ -284,7 +283,7 @@ def describe_shapes(model: PreTrainedModel) -> ModelSpec:
 
 @torch.no_grad()
 def attention_of(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
-    """Return the attention of each layer of a model on the meta device, found with one token."""
+    """Return the attention of each layer of a model on the meta device, by running one token."""
     _stand_in(model)
     return tuple(ask_layers(CausalLMStages(model)))
 

@@ -46,7 +46,7 @@ _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def _words(counters: Tensor, key: int) -> Tensor:
-    """Return two pseudorandom 32-bit words for each int64 counter, [..., 2], by splitmix64."""
+    """Return int32 words [..., 2], two per int64 counter [...], drawn by splitmix64."""
     z = counters.mul_(_GOLDEN).add_(_signed(key))
     for shift, factor in (30, _FIRST), (27, _SECOND):
         z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
@@ -65,7 +65,7 @@ class Numbers:
     fused: bool = False  # a kernel draws them
 
     def words(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two random words per token, [batch, tokens, 2], and one per feature, int32."""
+        """Return random int32 words: two per token, [batch, tokens, 2], and one per feature."""
         batch, tokens, features = x.shape
         rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]
         places = torch.arange(self.first, self.first + tokens, device=x.device)
@@ -73,10 +73,10 @@ class Numbers:
         return of_tokens, _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
 
     def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
-        """Yield (index, numbers, scratch) for x [batch, tokens, features], piece by piece: the
+        """Yield (index, numbers, scratch) for each piece of x [batch, tokens, features]: the
         piece's index in x, its random numbers (int32), and scratch memory of the same size. The
-        next piece overwrites both. On the meta device memory is allocated but no piece is
-        yielded."""
+        next piece overwrites numbers and scratch. On the meta device memory is allocated, but
+        nothing yielded."""
         batch, tokens, features = x.shape
         memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
         of_tokens, f = self.words(x)
@@ -103,7 +103,7 @@ def _mix(t: Tensor, u: Tensor, f: Tensor, x: Tensor, beside: Tensor) -> None:
 
 
 def _fold(x: Tensor, shift: int, beside: Tensor) -> None:
-    """Compute x ^= x >> shift in place, as for unsigned numbers."""
+    """Compute x ^= x >> shift in place, with x as unsigned numbers."""
     torch.bitwise_right_shift(x, shift, out=beside)
     beside &= 2 ** (32 - shift) - 1
     x ^= beside
@@ -128,7 +128,7 @@ def dropped(x: Tensor, p: float, numbers: Numbers) -> Tensor:
 
 
 def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbers) -> Launch:
-    """Return the launch of the dropout kernel on contiguous x, [batch, tokens, features]."""
+    """Return the launch of the dropout kernel for contiguous x, [batch, tokens, features]."""
     words, features = numbers.words(x)
     width = x.shape[2]
     block = min(padded(width), TILE)
@@ -139,7 +139,7 @@ def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbe
 
 
 def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
-    """Add noise, uniform from -most to most in 24 bits, to x [batch, tokens, hidden]."""
+    """Add noise, uniform from -most to most with 24 random bits, to x [batch, tokens, hidden]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for place, number, beside in numbers.fill(x):
         torch.bitwise_right_shift(number, 8, out=number)
@@ -172,7 +172,7 @@ class _Noisy(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Range of tokens that a module is called with: a chunk of some rows, or a part of it."""
+    """Range of tokens on which a module is called: a chunk of some batch rows, or part of one."""
 
     first: int  # position of the first token in the sequence
     tokens: int
@@ -188,8 +188,8 @@ class TokenRange:
 
 @dataclass(slots=True)
 class Draws:
-    """Random draws of one call of a step, repeatable in recomputed cells. Invariant: `place` is the
-    range of tokens that modules are called with."""
+    """Random draws of one call of a step, which recomputed cells repeat. Invariant: `place` is the
+    range of tokens on which modules are being called."""
 
     seed: int
     step: int  # number of the call
@@ -201,12 +201,12 @@ class Draws:
     asked: set[str] = field(default_factory=set)  # modules already called with these tokens
 
     def at(self, place: TokenRange) -> None:
-        """Set the range of tokens that modules are called with next."""
+        """Set the range of tokens on which modules are called next."""
         self.place, self.asked = place, set()
 
     def numbers(self, name: str, x: Tensor) -> Numbers:
-        """Return the random numbers of a module for its input x. Raises UnsupportedError if x is
-        not [batch, tokens, ...] of the current range."""
+        """Return the random numbers of a module for its input x. Raises UnsupportedError if x does
+        not have the shape [batch, tokens, ...] of the current range of tokens."""
         if x.ndim < 3 or x.shape[1] != self.place.tokens:
             raise _given_other(name, x)
         if name in self.asked:
@@ -224,7 +224,7 @@ class Draws:
         return out
 
     def embed(self, table: nn.Module, forward: Callable[..., Tensor], *ids: Any) -> Tensor:
-        """Run the embedding, and add NEFTune's noise in training."""
+        """Run the embedding, and in training add NEFTune's noise to its output."""
         out = forward(*ids)
         if self.alpha is None or not table.training:
             return out
@@ -234,7 +234,7 @@ class Draws:
 
 
 def refuse_noise(alpha: float | None) -> float | None:
-    """Return NEFTune's alpha. Raises UnsupportedError if it is below 0 or infinite."""
+    """Return `alpha` of NEFTune's noise. Raises UnsupportedError if it is below 0 or infinite."""
     if alpha is not None and not 0 <= alpha < float("inf"):
         raise UnsupportedError(f"neftune_alpha: expected a number of at least 0, got {alpha}")
     return alpha
@@ -249,7 +249,7 @@ def _given_other(name: str, x: Tensor) -> UnsupportedError:
 
 @contextmanager
 def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
-    """Run the body with dropouts and embedding noise drawn from `draws`; None turns both off."""
+    """Inside the context, draw dropouts and embedding noise from `draws`; None turns both off."""
     found: dict[nn.Module, Callable[..., Tensor]] = {}
     for name, module in drawing_dropouts(model):
         found[module] = _same if draws is None else partial(draws.forward, name, module)
@@ -262,8 +262,8 @@ def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def still(model: PreTrainedModel) -> Iterator[None]:
-    """Run the body with dropouts that return copies of their input. Cells can then be examined, and
-    autograd saves the same tensors as in training."""
+    """Inside the context, have dropouts return copies of their inputs. Cells can then be examined,
+    and autograd saves the same tensors as in training."""
 
     def forward(name: str, x: Tensor) -> Tensor:
         if x.ndim < 3:

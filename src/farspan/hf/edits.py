@@ -1,12 +1,12 @@
 """Detect edits of a model by comparing everything that decides how a step runs.
 
 A step is prepared for a model's state: its modules, their effect on tokens, the attention they
-request. `look` collects everything that a preparation may read, except the values of weights, which
-every update changes: modules and parameters by identity, hooks, forwards that were set on
+request. `look` takes a fingerprint of all that a preparation may read, except the values of
+weights, which every update changes: modules and parameters by identity, hooks, forwards set on
 instances, classes, attributes, configurations and buffers. Two looks are equal unless the model was
-edited in between, and `first_edit` names an edit.
+edited in between; `first_edit` then names an edit.
 
-Large objects of the model are held weakly, so a look keeps no replaced layer alive.
+A look holds large objects of the model weakly, so it keeps no replaced layer alive.
 
 `layer_signature` tells which layers are built alike, so that one of each kind is checked.
 """
@@ -46,16 +46,16 @@ GLOBAL_HOOKS = (
 
 
 class Same:
-    """Reference to an object, equal to another if the object is the same and `mark` is equal. Its
-    text has no address: it is the same in another process that has made the same model."""
+    """Reference to an object, equal to a reference to the same object with the same `mark`. Its
+    text has no address, so that processes which have made the same model get the same text."""
 
     __slots__ = ("_held", "mark", "text")
 
-    def __init__(self, held: object, text: object = "", mark: object = None) -> None:
+    def __init__(self, target: object, text: object = "", mark: object = None) -> None:
         try:
-            self._held: Any = ref(held)
+            self._held: Any = ref(target)
         except TypeError:  # such as builtin functions
-            self._held = partial(_given, held)
+            self._held = partial(_itself, target)
         self.text, self.mark = text, mark
 
     def __eq__(self, other: object) -> bool:
@@ -70,16 +70,16 @@ class Same:
         return str(self.text)
 
 
-def _given(held: object) -> object:
-    return held
+def _itself(target: object) -> object:
+    return target
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
     """Fingerprint of a model: everything that decides how a step runs it, except the values of
-    weights. `states` has the path and the attributes of the model, every module in it and every
-    configuration they hold. `str(look)` has no addresses and no devices, so it is the same text on
-    all ranks that have made the same model."""
+    weights. `states` has a path and attributes for the model, each of its modules and their
+    configurations. `str(look)` has no addresses and no devices, so it is the same text on all ranks
+    that have made the same model."""
 
     states: list[tuple[str, dict[str, Any]]]
 
@@ -88,20 +88,20 @@ class Look:
 
 
 def look(model: nn.Module) -> Look:
-    """Collect everything that decides how a step runs a model, in about 10 microseconds per module.
+    """Take a fingerprint of a model, in about 10 microseconds per module.
 
     Args:
         model: The model between steps, wrappers included.
 
     Returns:
-        A value that equals another look unless the model was edited in between. In-place updates of
-        weights are no edits; those of buffers are.
+        A value that equals another look unless the model was edited in between. In-place updates do
+        not count as edits of weights, but as edits of buffers.
     """
     return Look(list(_ModelWalk(model).states()))
 
 
 def has_same_parts(before: Look, now: Look) -> bool:
-    """Return whether two looks have the same modules and parameters, whatever their attributes."""
+    """Return whether two fingerprints have the same modules and parameters."""
     parts = "_modules", "_parameters"
     pairs = zip(before.states, now.states, strict=False)
     same = all(a.get(name) == b.get(name) for (_, a), (_, b) in pairs for name in parts)
@@ -109,7 +109,7 @@ def has_same_parts(before: Look, now: Look) -> bool:
 
 
 def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | None:
-    """Name the first edit between two looks.
+    """Name the first edit of a model between two of its fingerprints.
 
     Args:
         before: The earlier look.
@@ -130,7 +130,7 @@ def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | 
 
 
 class _ModelWalk:
-    """Walk over every object of a model that collects its attributes."""
+    """Traversal of every object of a model that collects the objects' attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._coming: list[tuple[str, Any]] = [("", model)]
@@ -139,20 +139,20 @@ class _ModelWalk:
         self._classes: dict[type, Any] = {}
 
     def states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "torch.nn", {n: self._of(getattr(torch_module, n), n) for n in GLOBAL_HOOKS}
+        yield "torch.nn", {n: self._comparable(getattr(torch_module, n), n) for n in GLOBAL_HOOKS}
         called = {"attention": ALL_ATTENTION_FUNCTIONS, "masks": ALL_MASK_ATTENTION_FUNCTIONS}
-        yield "transformers", {name: self._of(dict(x), name) for name, x in called.items()}
+        yield "transformers", {name: self._comparable(dict(x), name) for name, x in called.items()}
         while self._coming:
             self._path, held = self._coming.pop()
             self._inside = isinstance(held, nn.Module)
             state = {"__class__": self._class_of(type(held))}
             for name, value in vars(held).items():
                 if name not in IGNORED:
-                    state[name] = self._of(value, name)
+                    state[name] = self._comparable(value, name)
             yield self._path, state
 
-    def _of(self, value: Any, name: object) -> Any:
-        """Return a comparable value of an attribute: equal values mean equal effects on a step."""
+    def _comparable(self, value: Any, name: object) -> Any:
+        """Return a comparable value for an attribute: equal values have equal effects on a step."""
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
@@ -163,24 +163,24 @@ class _ModelWalk:
         if isinstance(value, dict):
             if "_hooks" in str(name):  # hook ids differ between processes
                 return [_function(x, number) for number, x in value.items()]
-            return [(key, self._of(x, f"{name}.{key}")) for key, x in value.items()]
+            return [(key, self._comparable(x, f"{name}.{key}")) for key, x in value.items()]
         if isinstance(value, list | tuple):
-            return kind, [self._of(x, f"{name}.{i}") for i, x in enumerate(value)]
+            return kind, [self._comparable(x, f"{name}.{i}") for i, x in enumerate(value)]
         if isinstance(value, set | frozenset):
-            return kind, sorted(str(self._of(x, name)) for x in value)
+            return kind, sorted(str(self._comparable(x, name)) for x in value)
         if isinstance(value, Enum):
             return kind, value.name
         if kind is torch.device:
             return Same(kind, "device", value)
         if callable(value) and not isinstance(value, nn.Module):
             return _function(value)  # also an object that counts its calls
-        self._come(value, name)
+        self._queue(value, name)
         return Same(value, kind.__qualname__)
 
-    def _come(self, value: Any, name: object) -> None:
-        """Queue an object for the walk under the name of the attribute that first led to it. Walked
-        are modules, configurations, and other objects that modules hold; objects that only those
-        hold are compared by identity."""
+    def _queue(self, value: Any, name: object) -> None:
+        """Queue an object for the traversal, under the name of the attribute that first led to it,
+        if it is a module, a configuration, or any object that a module holds. What only such
+        another object holds is compared by identity."""
         if id(value) in self._seen or not hasattr(value, "__dict__"):
             return
         other = self._inside and not type(value).__module__.startswith("torch.")
@@ -190,8 +190,8 @@ class _ModelWalk:
             self._coming.append((f"{self._path}.{name}" if self._path else name, value))
 
     def _class_of(self, kind: type) -> Any:
-        """Return a class with its present methods and plain attributes, and functions that the
-        methods call by name: libraries replace these on classes and in the files of families."""
+        """Return a class with its present methods and plain attributes, and the functions that
+        methods call by name: libraries replace all of these."""
         found = self._classes.get(kind)
         if found is None:
             own = takewhile(lambda one: one not in BASES, kind.__mro__)
@@ -212,7 +212,7 @@ def _function(value: Any, mark: object = None) -> Same:
 
 
 def _called_by(method: FunctionType) -> list[Any]:
-    """Return the functions that a method calls by a global name. Decorators are unwrapped."""
+    """Return the functions that a method calls by a global name; decorators are unwrapped."""
     inner = unwrap(method)
     if not isinstance(inner, FunctionType):
         return []
@@ -221,9 +221,8 @@ def _called_by(method: FunctionType) -> list[Any]:
 
 
 def _tensor(x: Tensor) -> Same:
-    """Return the identity of a tensor by which edits of a model are found. It has the version
-    counter, which shows writes in place, unless it is a parameter: every update writes to
-    parameters."""
+    """Return a reference to a tensor that shows edits. For a buffer that includes the version
+    counter, which counts writes in place; parameters are written by every update."""
     text = x.dtype, tuple(x.shape), x.requires_grad
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version
@@ -248,8 +247,8 @@ PLAIN_SETTINGS = (
 
 def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
     """Return a layer's modules, tensors and settings, equal for layers that compute the same.
-    Layers of SmolLM3 with and without rotation differ by one flag. A layer with a hook or a
-    replaced forward equals no other."""
+    (SmolLM3's layers with and without rotation differ by one flag.) A layer with a hook or a
+    replaced forward equals no other layer."""
     modules = tuple((type(module), *_settings(module)) for module in layer.modules())
     parameters = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
     buffers = tuple(tuple(b.shape) for b in layer.buffers())
@@ -261,7 +260,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that is equal for equal settings. Other objects equal only themselves."""
+    """Return a value that is equal for equal settings; an unknown object equals only itself."""
     if isinstance(value, PLAIN_SETTINGS):
         return value
     if isinstance(value, Tensor):
@@ -279,7 +278,6 @@ def _plain(value: Any) -> Any:
 
 
 def _is_customised(layer: nn.Module) -> bool:
-    """Return whether the layer has a hook or a replaced forward."""
     return any(
         bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
         for m in layer.modules()

@@ -4,8 +4,8 @@ A module is recognised by its results, never by its name: small stand-ins replac
 it is fused if its own code then gives, bit for bit, the result of the formula in
 `kernels.reference`. An unrecognised module runs unchanged.
 
-The model is not changed: a layer runs in a shell (see `stages`) whose modules have the model's
-parameters and another forward.
+The model is not changed: a layer runs in a shell, a shallow copy whose modules share the model's
+parameters and have another forward (see `stages`).
 """
 
 from collections.abc import Callable, Iterable
@@ -51,8 +51,8 @@ PLAIN = Linears()
 
 
 def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
-    """Return the module in a shell whose submodules have the forwards of the first rules that match
-    them. Returns the module itself if no rule matches it or a module inside."""
+    """Return a shallow copy (a shell) of a module whose submodules have the forwards of the first
+    rules that match them. Returns the module itself if no rule matches any module in it."""
     rules = tuple(rules)
     # A parametrized module has its own class, which is not copied. A forward set on the module
     # itself calls its own children.
@@ -70,7 +70,7 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
 
 
 def _passes(check: Callable[[], bool]) -> bool:
-    """Return the result of `check`, a test with stand-in tensors; False if it raises."""
+    """Return the result of a check that runs a module on stand-ins; False if it raises."""
     try:
         return check()
     except Exception:
@@ -82,20 +82,20 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tens
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) -> bool:
+def _same(actual: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> bool:
     """Return whether a module's own code and a formula give the same results. Values must agree bit
-    for bit: in bf16, where every rounding shows the order of operations, and in fp32; for small and
-    large numbers, where clamps begin; with autograd and without. Gradients must agree up to
-    rounding; detached tensors would change them."""
+    for bit: in bf16, where roundings show the order of operations, and fp32; for small and large
+    inputs, where clamps begin; with and without autograd. Gradients must agree up to rounding:
+    detached tensors would change them."""
     for dtype in (torch.bfloat16, torch.float32):
         for scale in SCALES:
-            xs = [(scale * x).to(dtype) for x in given]
+            xs = [(scale * x).to(dtype) for x in inputs]
             with torch.no_grad():
                 expected = formula(*xs)
-                if not torch.equal(own(*xs), expected):
+                if not torch.equal(actual(*xs), expected):
                     return False
             outs = []
-            for function in (own, formula):
+            for function in (actual, formula):
                 leaves = [x.clone().requires_grad_() for x in xs]
                 out = function(*leaves)
                 towards = _random(*out.shape, seed=12, dtype=dtype)
@@ -108,13 +108,13 @@ def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) 
     return True
 
 
-def _near(found: Tensor, expected: Tensor, limit: float) -> bool:
-    error = float((found.double() - expected.double()).norm())
+def _near(actual: Tensor, expected: Tensor, limit: float) -> bool:
+    error = float((actual.double() - expected.double()).norm())
     return error <= limit * float(expected.double().norm())
 
 
 def _kernel_or_own(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
-    """Return a forward that runs the kernel on supported inputs, else the module's own code."""
+    """Return a forward that runs the kernel on inputs it supports, else the module's own code."""
 
     def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if len(arguments) == 1 and not keywords and _takes(*arguments):
@@ -176,7 +176,7 @@ def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
 
 def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
     """Return the fused forward of a gated MLP: an activation and three linear modules, or two if
-    the first computes gate and up."""
+    gate and up are one module. None if the module is not a gated MLP."""
     if list(module.named_parameters(recurse=False)) or module._buffers:
         return None
     bare = [name for name, child in module.named_children() if not list(child.parameters())]
@@ -241,14 +241,14 @@ def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module,
 
 
 def rotation_forward(module: nn.Module) -> Forward | None:
-    """Return an attention module's forward with farspan's rotary embedding in place of the function
-    `apply_rotary_pos_emb` in the model's file; None if that function does not rotate as usual."""
+    """Return an attention module's forward with farspan's rotary embedding for
+    `apply_rotary_pos_emb` of the model's file; None if that function does not rotate as usual."""
     return _rotating(type(module).forward)
 
 
 def _rotating(forward: Any) -> Forward | None:
-    """Return a rotary function with farspan's kernel inside the decorators that attention has since
-    transformers 5.24."""
+    """Return a forward with farspan's rotary embedding, also inside the decorators that attention
+    has since transformers 5.24."""
     if not isinstance(forward, FunctionType):
         return None
     names, cells = forward.__globals__, forward.__closure__ or ()
@@ -299,7 +299,7 @@ def _rotate(
 
 
 def rules(linears: Linears = PLAIN) -> tuple[Rule, ...]:
-    """Return the rules that replace forwards by the kernels' own."""
+    """Return the rules by which modules get fused forwards."""
     return norm_forward, partial(gate_forward, linears=linears), rotation_forward
 
 
@@ -310,8 +310,8 @@ def fuse(
     *first: Rule,
     linears: Linears = PLAIN,
 ) -> None:
-    """Run a model's modules on the kernels of `device`, where its cells run, if `wanted` asks for
-    them. Rules in `first` come before the kernels'."""
+    """Make the stages run modules on the kernels of `device`, where cells run, if `kernels` enables
+    these. Rules in `first` come before the kernels' rules."""
     found = first
     if kernels.fused and fused_for(device, stages.dtype):
         found = *first, *rules(linears)
@@ -320,8 +320,8 @@ def fuse(
 
 
 def spared_layers(stages: CausalLMStages) -> frozenset[int]:
-    """Return the layers that can skip their MLP's last product if their output is not read. They
-    have a single gated MLP, and no gradient depends on its value (`tokenwise` checks)."""
+    """Return the layers that may leave out their MLP's last product if their output is not read:
+    those with one gated MLP on whose output no gradient depends (`tokenwise` checks this)."""
     try:
         children = tokenwise(stages.in_place())
     except (UnsupportedError, RuntimeError):  # a computed weight cannot be copied

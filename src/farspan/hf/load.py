@@ -133,8 +133,8 @@ def config_for_planning(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PretrainedConfig:
-    """Load a configuration as `load_config` does, also of a model that is not on this machine.
-    `path` may be the hub name of a model that `farspan plan` knows; no code of the model runs."""
+    """Load a configuration as `load_config` does, also of a model that is not on this machine:
+    `path` may be the hub name of a model that `farspan plan` knows. No code of the model runs."""
     if path is None:
         return load_config(path=None, config=config, overrides=overrides, dtype=dtype)
     if not is_on_hub(path):
@@ -147,7 +147,7 @@ def config_for_planning(
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the configuration for the content of a config.json. Raises UnsupportedError."""
+    """Return the configuration for a config.json's content. Raises UnsupportedError."""
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UnsupportedError(
@@ -165,7 +165,7 @@ def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _decoded(value: Any) -> Any:
-    """Replace {"__float__": "Infinity"}, as transformers writes a number that JSON lacks."""
+    """Return a JSON value in which {"__float__": "Infinity"} and the like are floats again."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -227,9 +227,9 @@ def load_model(
 
 
 def _leave_files(model: nn.Module) -> None:
-    """Copy tensors out of mapped weight files that are mostly unused, since one tensor keeps all
-    pages of its file in memory. A 135M model in four bits keeps 528 MiB, for 109 MiB of
-    embeddings."""
+    """Copy tensors out of mapped weight files of which little is used: one tensor keeps all pages
+    of its file in memory, such as 528 MiB for 109 MiB of embeddings of a 135M model in four
+    bits."""
     if not MAPS.exists():
         return
     weights = (*model.parameters(), *model.buffers())
@@ -256,8 +256,8 @@ def blank_model(
 
 
 def resize_embeddings(model: PreTrainedModel, rows: int, seed: int) -> None:
-    """Extend the model's embeddings and head to at least `rows` token ids. New rows are drawn about
-    the mean of the old ones, from `seed`."""
+    """Extend the model's embeddings and head to at least `rows` token ids, in place. New rows are
+    drawn from `seed`, about the mean of the old rows."""
     found: Any = model.get_input_embeddings()
     if found.num_embeddings < rows:
         with torch.random.fork_rng(devices=[]):
@@ -288,8 +288,8 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def _naming(overrides: dict[str, Any]) -> Iterator[None]:
-    """Raise the error of a model that cannot be made, with the overrides added, since a family's
-    own code names no fields."""
+    """Inside the context, add the overrides to the error of a model that cannot be made, since a
+    family's own code names no fields."""
     try:
         yield
     except UnsupportedError as error:
@@ -300,8 +300,8 @@ def _naming(overrides: dict[str, Any]) -> Iterator[None]:
 
 
 class _LargeAreBlank(TorchFunctionMode):
-    """Mode that puts tensors of torch.empty with over 2^24 elements on the meta device. A layer's
-    experts of DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
+    """Mode that puts tensors of torch.empty with over 2^24 elements on the meta device. The experts
+    of a layer of DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -316,7 +316,7 @@ class _LargeAreBlank(TorchFunctionMode):
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Put parameters that modules register inside the context on the meta device. Buffers stay:
+    """Inside the context, put parameters that modules register on the meta device. Buffers stay:
     many are computed from the configuration and stored in no file."""
     module: Any = nn.Module
     register = module.register_parameter
@@ -348,8 +348,8 @@ def _with_random_weights(
 
 
 def _auto(config: PretrainedConfig) -> Any:
-    """Return the auto class for a configuration: that for causal LMs, or for image-text models if
-    only that knows it."""
+    """Return transformers' auto class for a configuration: for causal LMs, or for image-text models
+    if only that class knows the configuration."""
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if seeing and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -361,7 +361,7 @@ def _with_saved_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> PreTrainedModel:
     refuse_pipes(*Path(path).glob("*"))
     try:
@@ -372,7 +372,7 @@ def _with_saved_weights(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **given,
+            **arguments,
         )
     except Exception as error:  # unreadable files, sizes that do not match, other kinds
         raise UnsupportedError(
@@ -399,7 +399,6 @@ def _with_saved_weights(
 
 
 def _few(names: set[str]) -> str:
-    """Return a text of the first names and the number of the other names."""
     shown = sorted(names)[:NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -411,8 +410,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def refuse_unpinned(
     path: str, trust_remote_code: bool, revision: str | None, field: str = "model.revision"
 ) -> None:
-    """Raise UnsupportedError for model code that may change later. Only code in a folder, or of a
-    hub commit, is fixed."""
+    """Raise UnsupportedError for model code that may change later, unlike code in a folder or of a
+    hub commit."""
     if not trust_remote_code or _COMMIT.fullmatch(revision or ""):
         return
     files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
@@ -486,16 +485,16 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
 def _overridden(
     config: PretrainedConfig,
     fields: Mapping[str, Any],
-    given: dict[str, Any],
+    overrides: dict[str, Any],
     make: Callable[[PretrainedConfig], PreTrainedModel],
     drawn: bool,
 ) -> PretrainedConfig:
-    """Return the configuration of a config.json's `fields` with overrides. Raises UnsupportedError
-    if an override makes no difference to the model."""
-    if not given:
+    """Return the configuration of a config.json's `fields` with overrides applied. Raises
+    UnsupportedError if an override makes no difference to the model."""
+    if not overrides:
         return config
-    refuse_huge(given, "model.overrides.")
-    changes = resolve(config, given)
+    refuse_huge(overrides, "model.overrides.")
+    changes = resolve(config, overrides)
     build = partial(changed, config, fields)
     made = build(changes)
     _refuse_no_layers(made)
@@ -532,15 +531,15 @@ def add_adapters(
     dropout: float = 0.0,
     zero: bool = True,
 ) -> None:
-    """Freeze a PreTrainedModel, in place, and replace W x by W x + alpha / rank * B(A(x)).
+    """Add LoRA to a PreTrainedModel, in place: freeze W and compute W x + alpha / rank * B(A(x)).
 
-    A [rank, inner] and B [outer, rank] have the dtype and device of the weight.
+    A [rank, inner] and B [outer, rank] have the dtype and device of the weight W [outer, inner].
 
     Args:
         targets: Last parts of the names of linear modules in the layers, or LINEAR for all.
-        seed: A is drawn from it.
+        seed: Seed of the random A.
         dropout: Probability with which training drops elements of A's input.
-        zero: B is zero; else it is drawn too, so that A has a gradient.
+        zero: Whether B is zero; else it is random too, so that A has a gradient.
 
     Raises:
         UnsupportedError: A target is no linear module or peft reads it otherwise, the rank is above
@@ -585,8 +584,8 @@ def add_adapters(
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Save a model for `from_pretrained`, or adapters for PeftModel's; `weights` replace its
-    own."""
+    """Save a model for `from_pretrained`, or its adapters for PeftModel's; `weights` replace those
+    of the model."""
     adapters = getattr(model, "peft_config", {})
     if not isinstance(model, PreTrainedModel) or list(adapters) != [ADAPTER]:
         given = {} if weights is None else {"state_dict": weights}
@@ -603,12 +602,11 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 
 
 def stacked_experts(model: nn.Module) -> bool:
-    """Return whether all experts' weights are stacked in one tensor, which is no linear module."""
+    """Return whether all experts' weights are stacked in one tensor instead of linear modules."""
     return any(p.ndim == 3 and "expert" in name for name, p in model.named_parameters())
 
 
 def _linears(model: Any) -> dict[str, Any]:
-    """Return the linear modules in the layers, by their names in the model."""
     inside = {id(module) for layer in CausalLMStages(model).layers for module in layer.modules()}
     return {
         name: module
@@ -633,14 +631,14 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
     return {n: m for n, m in linears.items() if any(_ends(n, target) for target in wanted)}
 
 
-def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
+def _check_adapted(model: Any, targets: dict[str, Any]) -> None:
     """Raise UnsupportedError if peft would treat a target as stacked experts. It recognizes experts
-    by the names that they had before they were stacked, such as gate_proj, which dense layers and
-    shared experts have too, and does so again when it loads saved adapters."""
+    by their names from before they were stacked, such as gate_proj, which dense layers and shared
+    experts have too; it does so again when it loads saved adapters."""
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
-    lost = {name.rpartition(".")[2] for name in wanted.keys() - found}
+    lost = {name.rpartition(".")[2] for name in targets.keys() - found}
     if lost:
-        left = {name.rpartition(".")[2] for name in wanted} - lost
+        left = {name.rpartition(".")[2] for name in targets} - lost
         instead = f"give {', '.join(sorted(left))}, or some of them" if left else "give others"
         raise UnsupportedError(
             f"model.lora.targets: peft mistakes {', '.join(sorted(lost))} of "

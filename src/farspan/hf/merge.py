@@ -58,7 +58,7 @@ EITHER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Result of a merge."""
+    """Result of a merge: the model's folder, and the number and way of merged adapters."""
 
     folder: Path
     modules: int  # with adapters
@@ -118,14 +118,14 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise UnsupportedError if a link leads out of a folder. In the hub's cache a snapshot may
+    """Raise UnsupportedError if a link leads out of a folder. A snapshot in the hub's cache may
     link to the blobs of its own repository."""
     cached = folder.parent.name == "snapshots"
     refuse_links(folder, *[folder.resolve().parents[1] / "blobs"] * cached)
 
 
 def _adapters_in(source: Path) -> Path:
-    """Return the folder with the adapters of a run's folder, or `source` itself."""
+    """Return the folder with adapters inside a run's folder, or `source` itself."""
     if (source / "model").is_symlink():
         refuse_links(source)
     for folder in (source / "model", source):
@@ -144,8 +144,8 @@ def _adapters_in(source: Path) -> Path:
 
 
 def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> None:
-    """Raise UnsupportedError for tensors that are not finite, or for a rank or alpha of LoRA that
-    does not fit the tensors."""
+    """Raise UnsupportedError for tensors that are not finite, or for LoRA whose rank or alpha does
+    not fit its tensors."""
     file, where = adapters / ADAPTER_TENSORS, adapters / ADAPTER_CONFIG
     kind = config.get("peft_type")
     if not isinstance(kind, str):
@@ -218,7 +218,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """Return each weight's file as transformers would find it; empty without such files."""
+    """Return each weight's file, where transformers would find it; empty without such files."""
     if (model / WEIGHTS).is_file():
         files = {WEIGHTS}
     else:
@@ -236,7 +236,7 @@ def _weight_files(model: Path) -> dict[str, Path]:
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Return whether every adapter just adds lora_alpha / r * B(A) to its weight."""
+    """Return whether every adapter just adds lora_alpha / r * B(A) to a weight."""
     try:
         usual = load("peft", "LoraConfig")().to_dict()
     except ImportError as error:
@@ -248,8 +248,8 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def _fit(names: Iterable[str], files: Mapping[str, Path]) -> bool:
-    """Return whether every adapter's A and B belong to a weight of the same name in these files.
-    Models that transformers renames at loading have other names."""
+    """Return whether every adapter's A and B fit a weight of the same name in these files. Models
+    whose weights transformers renames at loading have other names."""
     a = {n.removesuffix(".lora_A.weight") for n in names if n.endswith(".lora_A.weight")}
     b = {n.removesuffix(".lora_B.weight") for n in names if n.endswith(".lora_B.weight")}
     return a == b and 2 * len(a) == len(list(names)) and all(_weight_of(m) in files for m in a)
@@ -260,14 +260,13 @@ def _weight_of(module: str) -> str:
 
 
 def _copy_others(source: Path, target: Path, *without: str) -> None:
-    """Copy the files of a folder except weights."""
     for path in source.iterdir():
         if path.is_file() and path.name not in without and not path.name.endswith(SUFFIXES):
             shutil.copyfile(path, target / path.name)
 
 
 def _add(tensors: Any, scale: float, model: Path, files: Mapping[str, Path], target: Path) -> None:
-    """Copy weight files, adding scale * B(A) to the weights that have adapters."""
+    """Copy weight files, and in the copies add scale * B(A) to the weights that have adapters."""
     for path in sorted(set(files.values())):
         copy = target / path.relative_to(model)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +311,7 @@ def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tenso
 
 
 def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], target: Path) -> None:
-    """Merge adapters with peft in memory, in the base's dtype."""
+    """Merge adapters into their base model in memory, by peft, in the base's dtype."""
     made = load_config(path=str(model), config=None, overrides=overrides)
     if getattr(made, "quantization_config", None) is not None:
         raise UnsupportedError(f"base: {model} is quantised; give the unquantised model as --base")
@@ -342,8 +341,8 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
 
 
 def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
-    """Raise UnsupportedError for a file of adapters that lacks tensors of its configuration, or has
-    some that peft would not load."""
+    """Raise UnsupportedError for an adapters' file without tensors that its configuration names, or
+    with tensors that peft would not load."""
     wanted = load("peft", "get_peft_model_state_dict")(peft_model, save_embedding_layers=False)
     with open_tensors(adapters / ADAPTER_TENSORS) as tensors:
         names = {name for name in tensors.keys() if ".base_layer." not in name}  # noqa: SIM118
@@ -357,7 +356,7 @@ def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
 
 
 def _tie(merged: Any, configs: Mapping[str, Any]) -> None:
-    """Tie head and embedding again, or remove the tie if adapters changed them differently."""
+    """Tie head and embedding again, or remove the tie if adapters changed the two differently."""
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     declared = any(getattr(one, "ensure_weight_tying", False) for one in configs.values())
     alike = declared or torch.equal(head.weight, embedding.weight)

@@ -80,7 +80,7 @@ NOT_OF_FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An override's value, with the configuration fields that it sets."""
+    """Value of an override, with the configuration fields that it sets."""
 
     name: str  # as the user wrote it, such as model.overrides.rope_scaling.factor
     paths: tuple[tuple[str, ...], ...]  # such as rope_parameters, full_attention, factor
@@ -100,8 +100,8 @@ def resolve(
 
     Args:
         config: The configuration without the overrides.
-        overrides: Fields by name. Fields of the text's configuration alone need no prefix; part of
-            a nested configuration or of a RoPE leaves the rest unchanged.
+        overrides: Fields by name. Fields of a text model's configuration need no prefix; part of a
+            nested configuration or of a RoPE leaves the rest unchanged.
         where: The name of `overrides` in errors.
         path: The names of the configurations around `config`.
 
@@ -147,7 +147,7 @@ def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) 
 
 
 def _text_part(config: PretrainedConfig) -> str | None:
-    """Return the field with the text model's configuration; None if the whole one is that."""
+    """Return the field that holds the text model's configuration; None if `config` itself does."""
     text = config.get_text_config()
     for name in () if text is config else config.sub_configs:
         part = getattr(config, name, None)
@@ -168,9 +168,9 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 
 
 def _is_read(config: PretrainedConfig, name: str) -> bool:
-    """Return whether a model family reads a field that its configuration does not declare. Its
-    causal model may read it by getattr, as Qwen3-MoE does head_dim, or its configuration from the
-    file, as Gemma3's does sliding_window_pattern to make layer_types."""
+    """Return whether a model family reads a field that its configuration does not declare: its
+    causal model by getattr, as Qwen3-MoE reads head_dim, or its configuration from the file, as
+    Gemma3's reads sliding_window_pattern to make layer_types."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     quoted = rf"""["']{re.escape(name)}["']"""
     asks = rf"getattr\(\s*(self\.)?config,\s*{quoted}"
@@ -180,9 +180,9 @@ def _is_read(config: PretrainedConfig, name: str) -> bool:
     )
 
 
-def _source(of: Any) -> str:
+def _source(member: Any) -> str:
     try:
-        return inspect.getsource(of)
+        return inspect.getsource(member)
     except (OSError, TypeError):  # source not installed, or no module
         return ""
 
@@ -195,7 +195,7 @@ def _value(config: PretrainedConfig, name: str) -> Any:
 
 
 def _canonical(config: PretrainedConfig, name: str) -> str:
-    """Return the family's own name of a field, such as n_embd for hidden_size."""
+    """Return a field's name in the family's own configuration, such as n_embd for hidden_size."""
     return "dtype" if name == "torch_dtype" else config.attribute_map.get(name, name)
 
 
@@ -250,8 +250,8 @@ def _rope_changes(
 
 
 def _entries(rope: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield each entry of a RoPE's parameters: its name as written, its current name in
-    transformers, its value."""
+    """Yield the entries of a RoPE's parameters: the name as written, transformers' current name,
+    and the value."""
     kinds = {str(rope[name]) for name in ("type", "rope_type") if name in rope}
     if len(kinds) > 1:
         raise UnsupportedError(
@@ -275,8 +275,8 @@ def _rope_path(path: tuple[str, ...], kind: str, entry: str) -> tuple[str, ...]:
 def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[tuple[str, str]]:
     """Return the RoPE parameters, as (kind of layer, name), that a field of config.json sets.
     Families name such fields differently (rotary_pct, rope_local_base_freq, global_rope_theta) and
-    read the common ones in their own way. So the configuration is read twice with different values
-    in the field, and parameters that have the field's value both times are returned."""
+    read common fields in their own way. So the configuration is read twice, with different values
+    in the field: it sets the parameters that have the field's value both times."""
     before = ropes(config)
     asked = name in SPELLINGS or not _has(config, name) or name.startswith(("rope_", "rotary_"))
     if not before or not asked:
@@ -291,8 +291,8 @@ def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[
 
 
 def _read(config: PretrainedConfig, name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Return the RoPE parameters, by kind of layer, that transformers reads from a file with only
-    this field; empty if it cannot."""
+    """Return the RoPE parameters, by kind of layer, that transformers reads from a file in which
+    only this field describes RoPE; empty if it cannot read that."""
     rest = {n: v for n, v in config.to_dict().items() if n not in (*SPELLINGS, name)}
     try:
         with _quietly():
@@ -308,7 +308,7 @@ def changed(
     config: PretrainedConfig, fields: Mapping[str, Any], changes: Sequence[Change]
 ) -> PretrainedConfig:
     """Return the configuration that transformers reads after these changes. `fields` is the content
-    of the config.json that gave `config`. Raises UnsupportedError if it cannot be read."""
+    of the config.json behind `config`. Raises UnsupportedError if transformers cannot read it."""
     if not changes:
         return config
     made = {**copy.deepcopy(dict(fields)), "model_type": config.model_type}
@@ -344,8 +344,8 @@ def changed(
 
 
 def _last_words(error: Exception) -> str:
-    """Return only the reason from an error of transformers, which wraps it in lines that name its
-    validators; a KeyError quotes it."""
+    """Return only the reason from an error of transformers, without the lines about its validators
+    and the quotes of a KeyError."""
     last = str(error.args[0] if error.args else error).splitlines()[-1].strip()
     return re.sub(r"^\w+Error: ", "", last)
 
@@ -353,7 +353,7 @@ def _last_words(error: Exception) -> str:
 def _part(
     config: PretrainedConfig, fields: dict[str, Any], path: Sequence[str]
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return a nested configuration and its fields in the file, if the file has them."""
+    """Return the nested configuration at a path, and its fields in the file, added if missing."""
     for name in path:
         config = getattr(config, name)
         if not isinstance(fields.get(name), dict):
@@ -420,13 +420,13 @@ def refuse_idle(
     changes: Sequence[Change],
     drawn: bool,
 ) -> None:
-    """Raise UnsupportedError for a change that has no effect, by comparing the model with all
-    changes to one without this change.
+    """Raise UnsupportedError for an override without effect, found by comparing the model with all
+    overrides to a model without this one.
 
     Args:
         make: Makes a model of a configuration, without weights.
         build: Makes the configuration with some changes.
-        changes: All changes.
+        changes: The changes of all overrides.
         drawn: Whether weights are random rather than read.
 
     Raises:
@@ -469,8 +469,8 @@ def _is_default(
     change: Change,
     whole: dict[str, Any],
 ) -> bool:
-    """Return whether a value equals the default that the model reads, such as yarn's beta_fast of
-    32; then another value makes a difference."""
+    """Return whether an override has no effect only because its value is the model's default, such
+    as 32 for yarn's beta_fast: other values then have an effect."""
     if not isinstance(change.value, bool | int | float):
         return False
     value = change.value
@@ -492,10 +492,10 @@ def _at(config: Any, path: Sequence[str]) -> Any:
     return config
 
 
-def _alike(found: Any, asked: Any) -> bool:
-    if isinstance(found, torch.dtype):
-        return str(found).removeprefix("torch.") == str(asked).removeprefix("torch.")
-    return bool(found == asked or (isinstance(found, tuple) and list(found) == asked))
+def _alike(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, torch.dtype):
+        return str(actual).removeprefix("torch.") == str(expected).removeprefix("torch.")
+    return bool(actual == expected or (isinstance(actual, tuple) and list(actual) == expected))
 
 
 def _idle(change: Change, without: PretrainedConfig, model: PreTrainedModel) -> str:
@@ -528,9 +528,9 @@ def _window_advice(config: PretrainedConfig) -> str:
 
 
 def computing(model: PreTrainedModel) -> dict[str, Any]:
-    """Return everything except weights that decides what a model computes, and how many positions
-    it reaches. That is: the classes of its modules, the shapes of parameters and which are tied,
-    buffers, and the attributes and configuration fields that a forward reads."""
+    """Return, for comparisons, everything except weights that decides what a model computes and how
+    many positions it reaches: the classes of its modules, the shapes of parameters and which are
+    tied, buffers, and the attributes and configuration fields that a forward reads."""
     first: dict[int, str] = {}
     # The frequencies of other types, such as dynamic, depend on earlier inputs.
     growing = [kind for kind in rope_types(model.config) if kind not in SLICEABLE_ROPE]
@@ -560,7 +560,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def _plain(value: Any) -> str | None:
-    """Return a plain value as text, or a function's name; None for other values."""
+    """Return a plain value as text, a function as its name, any other value as None."""
     if isinstance(value, bool | int | float | str | torch.dtype | None):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
@@ -578,7 +578,7 @@ def _field(config: Any, name: str) -> str | None:
 
 
 def _long_tables(module: nn.Module) -> list[bytes]:
-    """Return the tables that a RoPE makes only when it meets a long sequence."""
+    """Return the tables that a RoPE would make only for a long sequence."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     config: Any = getattr(module, "config", None)

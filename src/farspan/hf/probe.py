@@ -5,12 +5,12 @@ layer alone. If two results differ, something mixes tokens outside of attention,
 bypasses the interface, and the model is refused. Stage by stage the operations are the same, and so
 is the rounding.
 
-Each kind of layer is checked twice for mixing of tokens by anything but attention and the states it
-passes on. With attention replaced by constants, no gradient may go from one token to another,
-however small, so that a scan whose fresh weights forget all but 1e-7 of a token shows. And the
-layer must be the same in chunks: one that attends in its outputs, in float32 or wider, where mixing
-shows far above rounding; one that recurs also in its gradients, which show whether it continues
-from the given state.
+Each kind of layer is checked in two ways for mixing of tokens by anything but attention and the
+states that it passes on. With attention replaced by constants, no gradient may go from one token to
+another, however small, so that a scan shows whose fresh weights forget all but 1e-7 of a token. And
+the layer must give the same results in chunks. A layer with attention must in its outputs, in
+float32 or wider, where mixing shows far above rounding; a recurrent layer also in its gradients,
+which show whether it continues from the state it was given.
 """
 
 from collections.abc import Iterator
@@ -65,9 +65,9 @@ _COMPARISONS = (torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.o
 
 class _NoChance(UncompiledMode):
     """Mode that refuses operations that draw random numbers, since a recomputed cell would draw
-    others. One uniform number may pass while it is only compared with a value it never crosses:
-    PEFT's LoHa and LoKr compare one with a module dropout of 0, and OPT, before transformers 5.23,
-    with a LayerDrop of 0."""
+    other numbers. One uniform number may pass if it is only compared with a value outside its
+    range: PEFT's LoHa and LoKr compare one with a module dropout of 0, and OPT, before transformers
+    5.23, with a LayerDrop of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class _NoChance(UncompiledMode):
             raise self._refusal(func)
         return out
 
-    def _compared(self, func: Any, args: tuple[Any, ...], place: int, kwargs: Any) -> Any:
-        """Return the result of comparing a random number: the same at both ends of its range."""
+    def _compared(self, func: Any, args: tuple[Any, ...], index: int, kwargs: Any) -> Any:
+        """Return the result of comparing a random number, the same at both ends of its range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
-        ends = (torch.full_like(args[place], end) for end in _ENDS)
-        low, high = (func(*args[:place], end, *args[place + 1 :], **kwargs) for end in ends)
+        ends = (torch.full_like(args[index], end) for end in _ENDS)
+        low, high = (func(*args[:index], end, *args[index + 1 :], **kwargs) for end in ends)
         if not torch.equal(low, high):
             raise self._refusal(torch.ops.aten.rand.default)
         return low
@@ -108,7 +108,7 @@ class _NoChance(UncompiledMode):
 
 @torch.no_grad()
 def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
-    """Return the attention of each layer. Raises UnsupportedError if chunks cannot be exact."""
+    """Return each layer's attention. Raises UnsupportedError if chunks would not be exact."""
     try:
         return _probe(stages)
     except Exception as error:
@@ -120,7 +120,7 @@ def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
 
 
 def _refuse_failing(stages: CausalLMStages) -> None:
-    """Raise UnsupportedError if the model's own forward fails too, without farspan."""
+    """Raise UnsupportedError if the model's own forward, without farspan, fails too."""
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=stages.device)
     try:
         stages.model(input_ids=ids, use_cache=False)
@@ -138,8 +138,8 @@ def _refuse_failing(stages: CausalLMStages) -> None:
 
 
 def _refuse_nonfinite(model: nn.Module) -> None:
-    """Raise UnsupportedError, naming the first weight that is not finite. Buffers may hold
-    infinities, as masks do."""
+    """Raise UnsupportedError, naming the first weight that is not finite. Buffers, such as masks,
+    may hold infinities."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta or not tensor.is_floating_point():
             continue
@@ -184,7 +184,7 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
 
 @torch.no_grad()
 def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
-    """Return the attention of each layer, without checks that depend on the weights' values."""
+    """Return each layer's attention, without the checks that depend on the weights' values."""
     asked: dict[Any, tuple[LayerSpec, int]] = {}
     with routed(stages.model), uncompiled(), _NoChance():
         positions = torch.zeros(1, 1, dtype=torch.long, device=stages.device)
@@ -200,7 +200,7 @@ def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
 
 
 def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec, int]:
-    """Return the attention of a layer, and the number of its attention calls."""
+    """Run one layer, and return its attention and the number of its attention calls."""
     dense = ProbeAttention(layer=index)
     hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
     with answering(dense):
@@ -211,14 +211,14 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
 
 
 def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
-    """Return the spec of a layer without attention, with the states that it passes on."""
+    """Return the spec of a layer without attention, with the states that the layer passes on."""
     states = RecurrentStates()
     stages.run_layer(index, hidden, with_states(call, states))
     return replace(UNATTENDING, state=state_spec(states.after))
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raise UnsupportedError for a layer with a convolution whose state `spec` lacks."""
+    """Raise UnsupportedError for a layer with a convolution whose state is missing in `spec`."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
         attends = "attends; expected one or the other in a layer"
@@ -248,8 +248,8 @@ def _refuse_lost_gradients(stages: CausalLMStages) -> None:
 
 
 def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
-    """Return the model's logits (or the input of a head for whole sequences) from its own forward,
-    and the number of attention calls."""
+    """Run the model's own forward, and return its logits (or the input of a head for whole
+    sequences) and the number of attention calls."""
     dense = ProbeAttention()
     try:
         with answering(dense):
@@ -286,8 +286,8 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
 
 def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
     """Raise UnsupportedError if the model's own loss is not the mean cross-entropy of its logits,
-    which a step computes. The losses of transformers' classes are; a function or hook that was set
-    later may not be."""
+    which a step computes. transformers' classes compute that, but a later function or hook may
+    not."""
     standard: Any = LOSS_MAPPING["ForCausalLM"]
     what = {
         "a forward that was set on it": "forward" in vars(model),
@@ -367,7 +367,7 @@ def _embedded_in_chunks(
 
 
 def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
-    """Raise UnsupportedError if layers pass on more than their hidden state, as Zaya's do."""
+    """Raise UnsupportedError if layers pass on more than one hidden state, as Zaya's do."""
     kept: list[Tensor] = []
 
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -391,15 +391,15 @@ def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
             handle.remove()
 
 
-def _is_whole(found: Tensor, whole: Tensor) -> bool:
+def _is_whole(actual: Tensor, whole: Tensor) -> bool:
     # Half of the dtype's digits, or of float32's for models that round to it inside.
     limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
-    return distance(found, whole) <= limit
+    return distance(actual, whole) <= limit
 
 
-def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tensor) -> None:
-    if not _is_whole(found, whole):
-        error = distance(found, whole)
+def _refuse_mixing(stages: CausalLMStages, how: str, actual: Tensor, whole: Tensor) -> None:
+    if not _is_whole(actual, whole):
+        error = distance(actual, whole)
         raise UnsupportedError(
             f"model: {type(stages.model).__name__} {how} differs by {error:.1e} from the model run "
             "whole; something in the model mixes tokens outside the attention interface"
@@ -410,8 +410,8 @@ def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tenso
 
 
 def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
-    """Raise UnsupportedError if tokens in a layer influence each other other than by the attention
-    in `seen`. Every kind of layer runs on these hidden states, [1, TOKENS, hidden]."""
+    """Raise UnsupportedError if tokens in a layer influence each other by anything but the
+    attention in `seen`. A layer of every kind runs on these hidden states, [1, TOKENS, hidden]."""
     dtype = stages.dtype if stages.dtype in MIXING else torch.float32
     for index, layer in _of_each_kind(stages, seen):
         if not seen[index].state:
@@ -423,7 +423,7 @@ def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec])
 
 def refuse_forgetting(stages: CausalLMStages, seen: list[LayerSpec]) -> None:
     """Raise UnsupportedError if a recurrent layer does not continue from the states that it passes
-    on. This check does not depend on values."""
+    on. The check does not depend on the weights' values."""
     shape = 1, TOKENS, stages.width
     hidden = torch.zeros(shape, dtype=stages.dtype, device=stages.device)
     for index, layer in _of_each_kind(stages, seen):
@@ -441,7 +441,7 @@ def _of_each_kind(stages: CausalLMStages, seen: list[LayerSpec]) -> Iterator[tup
 
 @dataclass(slots=True)
 class _Constant:
-    """Attention that returns constants and records its inputs."""
+    """Stand-in for attention that returns constants and records its inputs."""
 
     given: list[Tensor] = field(default_factory=list)  # [B, heads, T, head dim] each
 
@@ -503,9 +503,9 @@ def _differs(stages: CausalLMStages, index: int, error: float, where: str) -> st
 def _refuse_other_gradients(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
-    """Raise UnsupportedError if the outputs or gradients of a recurrent layer change when its
-    tokens run in pieces, the last of one token. Jamba's scans do not continue from their states:
-    that shows by 3e-7 in outputs of a model with fresh weights, and more in gradients."""
+    """Raise UnsupportedError if a recurrent layer's outputs or gradients change when its tokens run
+    in pieces, the last of one token. Jamba's scans do not continue from their states: that shows by
+    3e-7 in outputs of a model with fresh weights, and more in gradients."""
     shapes = [(0, TOKENS)], list(pairwise(PIECES))
     whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
     error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
@@ -521,7 +521,7 @@ def _with_gradient(
     hidden: Tensor,
     cuts: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a recurrent layer run on these pieces, and the gradient of its input."""
+    """Return a recurrent layer's output when run on these pieces, and the gradient of its input."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
     # Eager experts depend on values: only experts with tokens run.
@@ -550,15 +550,15 @@ def _with_gradient(
 
 
 def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
-    """Return a layer's call with its floating-point tensors in another dtype."""
+    """Return a layer's call with its floating-point tensors cast to another dtype."""
 
     return call.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the relative L2 distance, |found - expected| / |expected|."""
-    found, expected = found.double(), expected.double()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative L2 distance, |actual - expected| / |expected|."""
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 # -- attention during the probe -----------------------------------------------------------------
@@ -629,12 +629,12 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
 
 class Float64Mode(UncompiledMode):
-    """Mode that runs requests for float32 in float64, so that a float64 model can be a reference;
-    also in a backward, which function modes do not see. Many families round to float32 on the way.
-    Gradients of Gemma's norm weights are then sums over tokens in float32, DeepSeek's router is a
-    matrix product in float32, and the places of cuts change how a recurrence rounds, by 1e-4 in
-    gradients of decays. The uncut sequence is as far from float64. For models without a float32
-    parameter, whose gradient would change its dtype."""
+    """Mode that runs requests for float32 in float64, also in a backward, which function modes do
+    not see: so a float64 model can be a reference. Many families round to float32 on the way:
+    gradients of Gemma's norm weights are then sums over tokens in float32, DeepSeek's router is a
+    matrix product in float32, and where a sequence is cut changes how a recurrence rounds, by 1e-4
+    in gradients of decays. The uncut sequence is as far from float64. Models with float32
+    parameters cannot use the mode, which would change the dtype of their gradients."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,8 +1,8 @@
-"""Load, copy and unpack frozen quantised weights, next to which adapters are trained.
+"""Load, copy and unpack frozen quantized weights, next to which adapters are trained.
 
 bitsandbytes packs a weight [outer, inner] into uint8 [n, 1], two elements a byte; the scales that
-unpack it are in the parameter's `quant_state`. So neither shape nor dtype of the parameter are the
-weight's, and its bytes are not all: only this module knows that.
+unpack it are in the parameter's `quant_state`. So the parameter has neither the weight's shape nor
+its dtype, and not all of its bytes: only this module knows that.
 """
 
 import copy
@@ -38,7 +38,7 @@ BITSANDBYTES = "bitsandbytes"  # the format whose weights are unpacked, copied a
 
 
 def format_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the quantization entry of a model's configuration, or None without one."""
+    """Return the quantization section of a model's configuration, None without one."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -46,7 +46,7 @@ def format_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def refuse_untrainable(config: PretrainedConfig, path: str) -> None:
-    """Raise UnsupportedError for weights in a format without gradients in transformers."""
+    """Raise UnsupportedError for a format of weights through which transformers has no backward."""
     given = format_of(config)
     if given is None:
         return
@@ -80,7 +80,7 @@ def refuse_whole(config: PretrainedConfig) -> None:
 
 def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: Any) -> Any:
     """Return the arguments of `from_pretrained` for quantized weights. A quantized folder keeps its
-    format; with `nf4` plain weights are packed. Raises UnsupportedError."""
+    format; with `nf4` plain weights are packed. Raises UnsupportedError without bitsandbytes."""
     already = format_of(config)
     if already is None and not nf4:
         return {}
@@ -102,9 +102,8 @@ def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: A
 
 
 def settle(model: nn.Module, dtype: torch.dtype) -> None:
-    """Set the dtype in which packed weights are multiplied, and keep bitsandbytes from repacking
-    them. bitsandbytes 0.50 does so on some CPUs for a module in eval mode, which then lacks
-    gradients."""
+    """Set the dtype in which packed weights are multiplied, and keep bitsandbytes 0.50 from
+    repacking them, as it does on some CPUs in eval mode: repacked weights pass no gradients."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if is_packed(module):
@@ -113,14 +112,14 @@ def settle(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Return whether a module is a linear module with 4-bit weights. peft's wrapper of one has the
-    same weight, but as a property."""
+    """Return whether a module is linear with 4-bit weights. (peft's wrapper of such a module is
+    not: its weight is a property.)"""
     return _state(module._parameters.get("weight")) is not None
 
 
 def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
     """Return the input and output width of each linear module in a layer that is or could be
-    packed: all but adapters."""
+    packed, that is, all but adapters."""
     found: list[tuple[int, int]] = []
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:
@@ -141,8 +140,8 @@ def elements(weight: Tensor) -> int:
 
 
 def parts_of(weight: Tensor) -> list[Tensor]:
-    """Return the tensors that make up a weight: itself, and for a packed one the scales of its
-    blocks, the scales' own scales and both code tables."""
+    """Return the tensors that make up a weight: the weight itself and, if it is packed, the scales
+    of its blocks, the scales' own scales and both code tables."""
     state = _state(weight)
     if state is None:
         return [weight]
@@ -151,7 +150,7 @@ def parts_of(weight: Tensor) -> list[Tensor]:
 
 
 def put_parts(weight: nn.Parameter, parts: Sequence[Tensor]) -> None:
-    """Replace the tensors of a weight by these, in the order of `parts_of`."""
+    """Replace the tensors of a weight by `parts`, in the order of `parts_of`."""
     weight.data, *rest = parts
     state = _state(weight)
     if state is not None:
@@ -166,7 +165,7 @@ def empty_parts(weight: nn.Parameter, device: torch.device) -> list[Tensor]:
 
 
 def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the same class on a device, whose tensors are empty."""
+    """Return a parameter of the same class as a weight on a device, whose tensors are all empty."""
     empty = empty_parts(weight, device)
     state = copy.copy(_state(weight))
     if state is None:
@@ -179,8 +178,8 @@ def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module on a device. bitsandbytes 0.50 would copy the whole memory that
-    holds packed weights, which is that of every layer if they are streamed."""
+    """Return a copy of a module on a device. bitsandbytes 0.50 would copy all of the memory in
+    which packed weights lie, which is that of every layer if weights are streamed."""
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         if _state(weight) is not None:
@@ -193,28 +192,28 @@ def copied(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_known(weight: nn.Parameter) -> bool:
-    """Return whether `parts_of` gives all tensors of a weight."""
+    """Return whether `parts_of` gives all tensors of this weight."""
     return type(weight) is nn.Parameter or _state(weight) is not None
 
 
 def state_bytes(weight: Tensor) -> int:
-    """Return the bytes of a weight's other tensors, such as scales."""
+    """Return the bytes of a packed weight's other tensors, such as scales; 0 for plain weights."""
     return sum(part.nbytes for part in parts_of(weight)[1:])
 
 
 def held_bytes(weight: Tensor) -> int:
-    """Return the bytes of all tensors of a weight."""
+    """Return the bytes of all tensors that make up a weight."""
     return weight.nbytes + state_bytes(weight)
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether some weights are packed."""
+    """Return whether some of the model's weights are packed."""
     return any(not p.is_floating_point() for p in model.parameters())
 
 
 def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int, Any]:
-    """Return plain linear modules to put in place of packed ones, with weights from `weight`, as a
-    memo for `deepcopy`."""
+    """Return a memo with which `deepcopy` puts plain linear modules in place of packed ones.
+    `weight` returns the weight for a packed module."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if not is_packed(module):
@@ -231,8 +230,8 @@ def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int
 
 
 def unpacked(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of a model in another dtype that computes the same function with plain linear
-    modules. Raises UnsupportedError for packed weights of another kind."""
+    """Return a copy of a model, in another dtype, with plain linear modules for packed ones. Raises
+    UnsupportedError for weights packed in another format."""
     twin: Any = copy.deepcopy(model, plain_linears(model, _dequantized))
     for name, parameter in twin.named_parameters():
         if not parameter.is_floating_point():

@@ -2,9 +2,9 @@
 
 A recurrent layer (linear attention, a state-space or short convolution) reads and writes a cache: a
 convolution's last inputs, a recurrence's state. `RecurrentStates` replaces that cache for one layer
-and one piece of a sequence. Nothing is changed in place, so gradients flow from the states that a
-piece leaves back to those that it read. Families of transformers 5.17 call the cache's layers,
-those of 5.23 the cache; both interfaces exist here.
+and one piece of a sequence. No tensor changes in place, so gradients flow from the states after a
+piece back to the states before it. Families of transformers 5.17 call the cache's layers, those of
+5.23 the cache; both interfaces exist here.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +23,12 @@ CONV, RECURRENT = "conv", "recurrent"
 
 
 class _Known(Exception):
-    """Stop a layer after it has passed on all wanted states, since its output is not needed."""
+    """Exception that stops a layer when it has passed on all wanted states: no output is needed."""
 
 
 @dataclass(slots=True)
 class RecurrentStates:
-    """Cache of one layer's states, named `conv.0`, `recurrent.0` by the family's own numbers."""
+    """Cache of one layer's states, named by the family's own numbers: `conv.0`, `recurrent.0`."""
 
     before: Mapping[str, Tensor] = field(default_factory=dict)  # empty: a sequence begins
     wanted: frozenset[str] = frozenset()  # names after which to stop; empty: run to the end
@@ -68,7 +68,7 @@ class RecurrentStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Return the inputs of a convolution, [B, D, T], with those of earlier tokens in front."""
+        """Return a convolution's inputs, [batch, channels, T], after those of earlier tokens."""
         earlier = self.before.get(f"{CONV}.{state_idx}")
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if earlier is not None:
@@ -112,7 +112,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """List of a cache's layers that returns the same layer for every index."""
+    """A cache's list of layers, in which every index gives the same layer."""
 
     states: RecurrentStates
 
@@ -128,27 +128,27 @@ class _Layers:
 
 
 def with_states(call: LayerCall, states: RecurrentStates) -> LayerCall:
-    """Return a layer's call with these states as its cache."""
+    """Return a layer's call with `states` as its cache."""
     return replace(call, keywords={**call.keywords, **dict.fromkeys(call.caches, states)})
 
 
 def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: RecurrentStates) -> Tensor:
-    """Run a recurrent layer on a piece of a sequence, [B, T, hidden]. `call` is for T tokens, or
-    for 2 if `takes_two`. Model families treat a single token after others as generation: that code
-    changes states in place, and rounds differently. Such a token runs with another one after it,
-    and passes no state on."""
+    """Run a recurrent layer on a piece of a sequence, [batch, tokens, hidden]. Model families treat
+    a single token after others as generation, with code that changes states in place and rounds
+    differently. So such a token runs with another one after it, and passes no state on; `call` is
+    then for 2 tokens (see `takes_two`)."""
     if not takes_two(hidden.shape[1], states.before):
         return run_layer(layer, hidden, with_states(call, states))
     return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
 
 
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
-    """Return whether a piece of one token has to run as two tokens."""
+    """Return whether a piece of a sequence is one token after others, to be run as two tokens."""
     return tokens == 1 and bool(before)
 
 
 def state_spec(states: Mapping[str, Tensor]) -> tuple[StateTensor, ...]:
-    """Return the specs of the states that a layer passes on, ordered by name."""
+    """Return a description of the states that a layer passes on, ordered by name."""
     return tuple(
         StateTensor(name, tuple(states[name].shape[1:]), states[name].element_size())
         for name in sorted(states)
@@ -163,7 +163,7 @@ def state_dtype(state: StateTensor, model: torch.dtype) -> torch.dtype:
 def zero_states(
     spec: tuple[StateTensor, ...], batch: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return zero states, from which a layer continues as after an earlier chunk."""
+    """Return states of zeros, with which a layer runs as if after an earlier chunk."""
     return {
         s.name: torch.zeros(batch, *s.shape, dtype=state_dtype(s, dtype), device=device)
         for s in spec

@@ -30,11 +30,11 @@ Found = TypeVar("Found")
 
 
 class _AllRecorded(Exception):
-    """Stop a forward after every layer's arguments have been recorded."""
+    """Exception that stops a forward when every layer's arguments have been recorded."""
 
 
 class _Unpacked(UnsupportedError):
-    """The model passes a layer something other than the hidden state of the previous layer."""
+    """Error about a model that passes a layer something other than the previous hidden state."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(
@@ -78,7 +78,7 @@ def _is_object(call: LayerCall, name: str) -> bool:
 
 @dataclass(slots=True)
 class _Record:
-    """Calls of layers that stand-ins have recorded."""
+    """Calls of layers, as stand-ins record them during one forward of the model."""
 
     model: nn.Module
     in_tuples: bool  # return (hidden, None) from layers
@@ -106,20 +106,20 @@ class _Recorder(StandIn):
 
 
 class _Inject(StandIn):
-    """Stand-in for all layers that returns a given hidden state, for the head to run on."""
+    """Stand-in for all layers that returns a given hidden state, on which the head then runs."""
 
-    def __init__(self, layer: nn.Module, given: Any):
+    def __init__(self, layer: nn.Module, hidden: Any):
         super().__init__(layer)
-        self._given = given
+        self._hidden = hidden
 
     def forward(self, _: Tensor, *__: Any, **___: Any) -> Any:
-        return self._given
+        return self._hidden
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile and single-process data parallelism. Raises
-    UnsupportedError for a wrapper that would average gradients over ranks, by hooks that a step
-    does not call."""
+    """Return the model inside torch.compile or single-process data parallelism. Raises
+    UnsupportedError for a wrapper whose hooks average gradients over ranks, since a step does not
+    call hooks."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ranks = torch.distributed.get_world_size(model.process_group)
@@ -143,7 +143,7 @@ STANDS_FOR_OTHER = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Return the token ids that the model embeds: some families replace ids even in text."""
+    """Return the token ids that the model embeds: some families replace ids, even in plain text."""
     config = model.config
     if config.model_type not in READ_AS_PADDING:
         return input_ids
@@ -159,7 +159,7 @@ class CausalLMStages:
     """A causal LM in three stages that run separately: embedding, layers, head."""
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """Take a model apart. `device` computes, if parameters may be elsewhere."""
+        """Take a model apart. `device` runs the stages; parameters may lie elsewhere."""
         model = unwrapped(model)
         unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
         inner = unwrap() if callable(unwrap) else model
@@ -190,8 +190,8 @@ class CausalLMStages:
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
 
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
-        """Run every layer, and every module between the layers and the logits, in a shell from now
-        on. `shell` returns a module that shares a module's weights and may have another forward."""
+        """From now on, run every layer, and every module between layers and logits, as a copy.
+        `shell` makes a copy of a module that shares its weights and may have another forward."""
         self.running = [shell(layer) for layer in self.layers]
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         inside = {*path, self.decoder, self.layers}
@@ -199,13 +199,12 @@ class CausalLMStages:
         self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def settle(self, longest: int) -> None:
-        """Set the longest position of the next sequences, since some RoPE chooses its table by
-        it."""
+        """Set the longest position of the next sequences, by which some RoPE chooses its table."""
         if self._by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
     def in_place(self) -> "CausalLMStages":
-        """Return the same stages, running on the device of the parameters."""
+        """Return the same stages, which run on the parameters' own device."""
         twin = copy.copy(self)
         twin._device = None
         return twin
@@ -239,7 +238,7 @@ class CausalLMStages:
         return [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
 
     def tied_across(self) -> str | None:
-        """Return the name of a parameter that a layer shares with an outer module, or None."""
+        """Return the name of a parameter shared by a layer and a module outside; None without."""
         inside = {id(p) for p in self.layers.parameters()}
         stack = ".".join([*self._path, self._layers_name, ""])
         for name, p in self.model.named_parameters(remove_duplicate=False):
@@ -248,12 +247,12 @@ class CausalLMStages:
         return None
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        """Return the input of layer 0, [B, C, hidden], and the call of each layer."""
+        """Return layer 0's input, [batch, tokens, hidden], and each layer's arguments."""
         input_ids = tokens_as_read(self.model, input_ids)
         return self._record(input_ids=input_ids, position_ids=position_ids)
 
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
-        """Return the call of each layer at these positions, without running the embedding."""
+        """Return each layer's arguments at these positions, without running the embedding."""
         return self._record(**self._without_lookup(batch, position_ids))[1]
 
     def _without_lookup(self, batch: int, position_ids: Tensor) -> dict[str, Tensor]:
@@ -274,9 +273,8 @@ class CausalLMStages:
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
-        """Return, for each layer, the names of arguments by which the model passes it a cache: None
-        with use_cache=False, objects with True. Families, and transformers 5.24, name them
-        differently."""
+        """Return, for each layer, the names of the arguments in which the model passes a cache,
+        which differ by family and release: None with use_cache=False, objects with True."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
@@ -315,8 +313,8 @@ class CausalLMStages:
         )
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
-        """Run the body with stand-ins that return a layer's hidden state alone, as in most
-        families, or in a tuple, as Bamba's; the form that works is kept."""
+        """Call `run(in_tuples)`, where stand-ins for layers return tuples, as Bamba's layers do, or
+        a hidden state alone, as most do. The variant that works is used from then on."""
         if self._in_tuples:
             return run(True)
         try:
@@ -331,23 +329,23 @@ class CausalLMStages:
         return found
 
     def kinds(self) -> list[tuple[Any, ...]]:
-        """Return a key for each layer, equal for layers that compute and are called alike."""
+        """Return a key for each layer, equal for layers that compute alike and are called alike."""
         calls = self.calls(1, torch.zeros(1, 1, dtype=torch.long, device=self.device))
         made = (layer_signature(layer, index) for index, layer in enumerate(self.layers))
         return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
-        """Run one decoder layer on a chunk; its input and output are [B, C, hidden]."""
+        """Run one decoder layer on a chunk, [batch, tokens, hidden], and return its output."""
         return run_layer(self.running[index], hidden, call)
 
     @property
     def classifies(self) -> bool:
-        """Return whether the head reads whole sequences, as that of a reward model does."""
+        """True if the head reads whole sequences, as that of a reward model does."""
         return isinstance(self.model, GenericForSequenceClassification)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [B, T, vocab] from the output of the top layer, [B, T, hidden]. Raises
-        UnsupportedError for a head for whole sequences."""
+        """Return the logits [batch, tokens, vocab] for the top layer's output, [batch, tokens,
+        hidden]. Raises UnsupportedError if the head reads whole sequences."""
         if self.classifies:
             raise UnsupportedError(
                 f"model: {type(self.model).__name__} has a head for whole sequences, which gives "
@@ -357,12 +355,11 @@ class CausalLMStages:
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Return the logits, or the input of a head for whole sequences, from the layers'
-        output."""
+        """Return the logits, or a whole-sequence head's input, for the top layer's output."""
         return self.final(hidden) if self.classifies else self.logits(hidden)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """Return the head's input, [B, T, hidden]: the final norm of the top layer's output."""
+        """Return the head's input, [batch, tokens, hidden]: the normed output of the layers."""
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
 
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
@@ -384,8 +381,8 @@ class CausalLMStages:
         return found
 
     def in_copies(self) -> PreTrainedModel | None:
-        """Return the model with copies of the modules around its layers, whose forwards are those
-        of their classes; None if no forward was replaced."""
+        """Return a model whose modules around the layers are copies with the forwards of their
+        classes; None if none of these modules has a replaced forward."""
         around = [
             self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))
         ]
@@ -398,28 +395,28 @@ class CausalLMStages:
         inner: nn.Module,
         shell: Callable[[nn.Module, dict[str, nn.Module]], nn.Module],
     ) -> PreTrainedModel:
-        """Return the model with another decoder, in copies of the modules on the path to it."""
+        """Return the model with `inner` as its decoder, in copies of the modules on the path."""
         for depth in reversed(range(len(self._path))):
             holder = self.model.get_submodule(".".join(self._path[:depth]))
             inner = shell(holder, {self._path[depth]: inner})
         return cast(PreTrainedModel, inner)
 
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
-        """Return a copy of a module that holds the layers, with the modules `inside` replaced and
-        its other children in shells."""
+        """Return a copy of a module around the layers in which `inside` replaces children, and
+        shells replace the other children."""
         children = module.named_children()
         return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
-    """Call a decoder layer, or its shell, with the model's arguments."""
+    """Call a decoder layer, or its copy, and return its output [batch, tokens, hidden]."""
     out = layer(hidden, *call.arguments, **call.keywords)
     return out[0] if isinstance(out, tuple) else out
 
 
 def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
-    """Return the module that holds the decoder layers, and the name of their list in it.
-    get_decoder of some families returns another module: ModernBertDecoder's is its head."""
+    """Return the module that holds the decoder layers, and the name of their list in it. A family's
+    get_decoder may return another module: ModernBertDecoder's is its head."""
     named = model.get_decoder()
     inside = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     stacks = [named] if named in inside and len(_lists(named)) == 1 else inside
@@ -468,8 +465,8 @@ def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules uncompiled inside the context. A module first called under a dispatch
-    mode would otherwise stay uncompiled."""
+    """Run compiled modules uncompiled inside the context. Without it, a module that is first called
+    under a dispatch mode would stay uncompiled."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -478,9 +475,8 @@ def uncompiled() -> Iterator[None]:
 
 
 class UncompiledMode(TorchDispatchMode):
-    """Dispatch mode whose handler torch does not wrap in a function that turns the compiler off. It
-    wraps that of any other mode, which costs as much as a small operation each time (torch
-    2.13)."""
+    """Dispatch mode whose handler torch leaves as it is. Torch 2.13 wraps other modes' handlers in
+    a function that turns the compiler off, which costs as much as a small operation each time."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -489,7 +485,7 @@ class UncompiledMode(TorchDispatchMode):
 
 def compile_layers(stages: CausalLMStages) -> None:
     """Compile modules of the layers in place: parameters and names do not change, and the model can
-    be called, saved and loaded. Lengths are dynamic, so that ragged chunks and tiles compile
+    be called, saved and loaded. Lengths are dynamic, so chunks and tiles of other lengths compile
     nothing again; layers of one kind share compiled code."""
     for layer in stages.layers:
         for module in _fusible(layer):
@@ -502,9 +498,9 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def _fusible(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a layer that are worth compiling: norms (modules with vectors only) and
-    dense MLPs (matrices and an activation). Attention and experts (tensors of three dimensions, or
-    lists) are not."""
+    """Yield a layer's children that are worth compiling: norms (modules with only vectors) and
+    dense MLPs (matrices and an activation), but not attention, nor experts, which have tensors of
+    three dimensions or lists."""
     for child in layer.children():
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in child.modules()):
             continue  # has another forward during a step

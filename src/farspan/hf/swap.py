@@ -2,7 +2,7 @@
 
 Nothing else in farspan does (tests/hf/test_swap.py reads the sources). `shell_of` leaves the model
 alone, `put_in` restores it on return, error and interrupt, and `put` changes it for good: weights
-move, or are sharded. Values are no parts: weights in main memory stay the same parameters.
+move, or are sharded. Values do not count: weights moved to main memory stay the same parameters.
 """
 
 import copy
@@ -32,7 +32,7 @@ def put(parts: Iterable[Part]) -> None:
 
 @contextmanager
 def put_in(parts: Iterable[Part]) -> Iterator[None]:
-    """Put attributes into a model inside the context, and restore the earlier ones afterwards."""
+    """Put attributes into a model inside the context, and restore its earlier ones afterwards."""
     parts = list(parts)
     before = [(holder, name, _value(holder, name)) for holder, name, _ in parts]
     before.reverse()  # a part that is put in twice ends as it began
@@ -63,11 +63,11 @@ def shell_of(
     forward: Callable[..., Any] | None = None,
     own_forward: bool = False,
 ) -> Module:
-    """Return a shell of a module: a shallow copy with other parts, which shares everything else.
+    """Return a shell of a module: a shallow copy with some other parts, which shares all the rest.
 
-    A `forward` is called with the shell and the module's arguments. One that was set on the module
-    itself (TRL's fused head, accelerate's autocast) would run its children instead of the shell's,
-    so a shell has the forward of its class unless `own_forward`.
+    `forward` is called with the shell and the module's arguments. Without it, the shell has its
+    class's forward unless `own_forward`: one set on the module itself (TRL's fused head,
+    accelerate's autocast) would run the module's children, not the shell's.
     """
     shell = copy.copy(module)
     own = shell.__dict__
@@ -84,8 +84,8 @@ def shell_of(
 
 
 class StandIn(nn.Module):
-    """Module in place of another, with its attributes, such as a layer's attention type, on which
-    families branch. The module that it replaces is not registered as a submodule."""
+    """Module in place of another, whose attributes it shows, such as a layer's attention type, by
+    which families branch. The replaced module is not a submodule."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -98,13 +98,13 @@ class StandIn(nn.Module):
             return getattr(object.__getattribute__(self, "_module"), name)
 
 
-def forwards(found: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
-    """Yield the attributes that give modules another forward."""
-    return ((vars(module), "forward", forward) for module, forward in found.items())
+def forwards(by_module: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
+    """Yield what `put_in` needs to give modules other forwards."""
+    return ((vars(module), "forward", forward) for module, forward in by_module.items())
 
 
 def replacements(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Part]:
-    """Yield the attributes that replace parameters, with all names of tied weights."""
+    """Yield what `put` needs to replace a model's parameters, under all names of tied weights."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in others:

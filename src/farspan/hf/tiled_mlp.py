@@ -6,8 +6,8 @@ adds its weight gradients and frees it. Autograd saves only the module's input. 
 needs the module's output, and no gradient depends on its value, the forward skips it: the module
 then runs only in the backward of the tiles.
 
-Such modules are found by running them, never by name: every direct child of a layer is watched
-while the layer runs on a handful of tokens. A child is worth tiles if autograd saves at least as
+Such modules are found by running them, never by name: while a layer runs on a handful of tokens,
+stand-ins observe each of its direct children. A child is worth tiles if autograd saves at least as
 many bytes in it, besides its input and weights, as its output has: an MLP, experts, an RMSNorm; not
 a linear module, an activation or torch's LayerNorm, which would be recomputed for nothing. If such
 a child is not a function of each token alone, tiles are refused.
@@ -55,9 +55,9 @@ def tiled(
     value: bool,
     draws: Draws | None = None,
 ) -> nn.Module:
-    """Return a shell of the layer whose token-wise children run on tiles of `tokens` tokens.
-    Smaller cells run without tiles. `value` says that the layer's output is read; otherwise values
-    that no gradient needs are NaN, so that any use shows."""
+    """Return a copy (shell) of the layer whose token-wise children run on tiles of `tokens` tokens;
+    shorter chunks run whole. `value` says whether the layer's output is read; if not, values that
+    no gradient needs are NaN, so that any use shows."""
     draws = draws or Draws(0, 0, 0, 0)
     return shell_of(
         layer,
@@ -71,7 +71,7 @@ def tiled(
 
 
 class _TiledModule(StandIn):
-    """Module in place of a token-wise module that runs it tile by tile."""
+    """Stand-in for a token-wise module that runs it tile by tile."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class _TiledModule(StandIn):
         return out if outputs is None else (out, *[None] * (outputs - 1))
 
     def answer(self, x: Tensor) -> Tensor:
-        """Return the module's output, or NaN if its value is not needed."""
+        """Return the module's output, or NaN in its place if its value is not needed."""
         return self.whole(x) if self._value else blank(x)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Run the module tile by tile on x, [B, C, h], without autograd."""
+        """Run the module tile by tile on x, [batch, tokens, hidden], without autograd."""
         out: Tensor | None = None
         for span in self._spans(x, self.draws.place):
             part = self._first(x[:, span].contiguous())
@@ -109,8 +109,8 @@ class _TiledModule(StandIn):
         return out
 
     def gradient(self, x: Tensor, dout: Tensor, place: TokenRange) -> Tensor:
-        """Return the gradient of x, whose tokens lie at `place`; add weight gradients tile by
-        tile."""
+        """Return the gradient of x, whose tokens are the range `place`, and add the weights'
+        gradients tile by tile."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         dx = torch.empty_like(x)
         for span in self._spans(x, place):
@@ -136,7 +136,7 @@ class _TiledModule(StandIn):
         return out if self._child.outputs is None else out[0]
 
     def _spans(self, x: Tensor, place: TokenRange) -> Iterator[slice]:
-        """Yield the token range of each tile, after telling dropout about it."""
+        """Yield the token range of each tile, for which dropout then draws its numbers."""
         tokens = x.shape[1]
         for start in range(0, tokens, self._tokens):
             stop = min(start + self._tokens, tokens)
@@ -146,7 +146,7 @@ class _TiledModule(StandIn):
 
 
 def blank(like: Tensor) -> Tensor:
-    """Return a tensor of NaN with the shape of another, in the memory of one element."""
+    """Return a tensor of NaN in the shape of another, which takes the memory of one element."""
     return like.new_full((), torch.nan).expand(like.shape)
 
 
@@ -174,7 +174,7 @@ OFF = "leave mlp_chunk_size out"
 
 @dataclass(slots=True)
 class _ChildUse:
-    """Observations of one child of a layer during the probe."""
+    """Observations of one child of a layer, made while the layer ran on a few tokens."""
 
     calls: int = 0
     attends: bool = False
@@ -185,8 +185,8 @@ class _ChildUse:
 
 
 def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """Return the children of each layer that may run on tiles. Raises UnsupportedError if a large
-    child may not, or if a layer has none."""
+    """Return, by layer, the children that may run on tiles of tokens. Raises UnsupportedError if a
+    child with many activations may not, or if a layer has no such child."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
     with uncompiled(), routed(stages.model), still(stages.model), torch.no_grad():
@@ -198,8 +198,8 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """Return the children that probably may run on tiles, for a model without values, which allow
-    no proof. Gradients are taken to depend on a child's output if autograd saves it."""
+    """Return, by layer, the children that probably may run on tiles, for a model without values,
+    where no proof is possible. Gradients count as dependent on outputs that autograd saves."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:
@@ -221,7 +221,7 @@ def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...
 
 @dataclass(slots=True)
 class _Probe:
-    """Check of one layer's children on random hidden states."""
+    """Check of the children of one layer, which runs on random hidden states."""
 
     stages: CausalLMStages
     index: int
@@ -259,8 +259,8 @@ class _Probe:
             )
 
     def watch(self, layer: nn.Module, outputs: dict[str, Tensor]) -> dict[str, _ChildUse]:
-        """Run the layer and observe its children. The shell has the forward of its class: one that
-        was set on the layer may bypass the shell's children."""
+        """Run the layer on a few tokens and return what each of its children did. Nothing if its
+        forward was replaced, since that may bypass stand-ins for the children."""
         log: dict[str, _ChildUse] = {}
         if "forward" in layer.__dict__:
             return log
@@ -282,8 +282,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Return the children whose output values gradients depend on, after checking that tiles
-        change nothing."""
+        """Return the children, each with whether gradients depend on its output's values, after a
+        check that tiles change no gradient."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []
@@ -307,8 +307,8 @@ class _Probe:
         shell: nn.Module,
         total: dict[nn.Parameter, Tensor] | None = None,
     ) -> list[Tensor | None]:
-        """Return the gradients of the layer's input and weights. `shell` is the module that runs:
-        the layer itself, or a copy that shares its weights and replaces some of its children."""
+        """Return the gradients of the layer's input and weights. `shell` is what runs: the layer
+        itself, or a copy that shares its weights and replaces some children."""
         dtype = next(layer.parameters()).dtype
         hidden = self.hidden.to(dtype).detach().requires_grad_()
         parameters = [p for p in layer.parameters() if p.requires_grad]
@@ -326,10 +326,10 @@ class _Probe:
                 found[place] = apart if own is None else own + apart
         return found
 
-    def _same(self, found: list[Tensor | None], plain: list[Tensor | None]) -> bool:
+    def _same(self, actual: list[Tensor | None], plain: list[Tensor | None]) -> bool:
         limit = MIXING[next(p.dtype for p in plain if p is not None)]
         whole = sum(float(p.double().norm()) ** 2 for p in plain if p is not None) ** 0.5
-        for ours, theirs in zip(found, plain, strict=True):
+        for ours, theirs in zip(actual, plain, strict=True):
             if ours is None or theirs is None:
                 if ours is not theirs:
                     return False
@@ -342,7 +342,7 @@ class _Probe:
 
 
 class _Watch(StandIn):
-    """Stand-in for a child that records its call and the tensors that autograd saves."""
+    """Stand-in for a child that records the child's call and the tensors that autograd saves."""
 
     def __init__(
         self,
@@ -385,7 +385,7 @@ def _first_of(out: Any) -> Any:
 
 
 def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
-    """Return the reason why a child does not compute each token on its own, or None if it does."""
+    """Return why a child does not compute each token on its own; None if it does."""
     if seen.calls != 1:
         return f"it is called {seen.calls} times"
     if len(seen.arguments) != 1 or not isinstance(seen.arguments[0], Tensor):
@@ -409,7 +409,6 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
 
 
 def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
-    """Return a shell of the layer in which one child's output is NaN."""
     return shell_of(layer, {name: _BlankOut(layer.get_submodule(name), outputs)})
 
 

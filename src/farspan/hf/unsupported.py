@@ -1,7 +1,7 @@
 """Refuse models that cannot be trained exactly in chunks, and explain why.
 
-Also two properties of a model that this depends on: the modules that text passes through, and its
-RoPE.
+The module also describes two properties of a model on which exactness depends: its RoPE, and the
+modules that text passes through.
 """
 
 import math
@@ -119,7 +119,7 @@ def _refuse_modules(model: PreTrainedModel) -> None:
 
 def _refuse_attention(config: PretrainedConfig) -> None:
     """Raise UnsupportedError for a user's attention or mask function, which a step would not call.
-    Those of transformers, and of kernels that it loads, compute the same as a step."""
+    Those that transformers has or loads as kernels compute the same as a step."""
     name = config._attn_implementation
     for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         function = known.get(name)
@@ -135,8 +135,8 @@ def _refuse_attention(config: PretrainedConfig) -> None:
 
 
 def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]:
-    """Yield the dropouts that can draw the same numbers again (`hf.dropout`), by name: plain
-    modules in layers and in adapters."""
+    """Yield by name the dropouts that can draw the same numbers again (`hf.dropout`): plain
+    nn.Dropout modules in layers and in adapters."""
     if not model.training:
         return
     for name, module in text_modules(model):
@@ -149,8 +149,8 @@ def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]
 
 
 def refuse_dropout(model: PreTrainedModel, *, is_cut: bool = False) -> None:
-    """Raise UnsupportedError for a dropout that cannot draw the same numbers again in a recomputed
-    cell. `is_cut` says that layers have slices of their weights."""
+    """Raise UnsupportedError for a dropout that cannot draw the same numbers again when a cell is
+    recomputed. `is_cut`: the layers hold slices of their weights (tensor parallelism)."""
     if not model.training:
         return
     known = {id(module): name for name, module in drawing_dropouts(model)}
@@ -174,7 +174,7 @@ def refuse_dropout(model: PreTrainedModel, *, is_cut: bool = False) -> None:
 
 
 def refuse_dropout_of_head(head: nn.Module) -> None:
-    """Raise UnsupportedError if a head, which runs again in the backward, has active dropout."""
+    """Raise UnsupportedError if dropout is active in the head, which runs again in the backward."""
     for name, module in head.named_modules():
         if module.training and any(probability > 0 for _, probability in _dropouts(module)):
             raise UnsupportedError(
@@ -206,7 +206,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def refuse_untrained(model: nn.Module) -> None:
-    """Raise UnsupportedError if a step would give no parameter a gradient, or no adapter."""
+    """Raise UnsupportedError if no parameter requires gradients, or trained adapters are merged."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError(
             "model: no parameter requires a gradient, so there is nothing to train; load "
@@ -224,8 +224,8 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
-    """Raise UnsupportedError for hooks that would see gradients of a chunk instead of a sequence.
-    With `over_ranks`, hooks of parameters too, since each rank has only a part of the gradient."""
+    """Raise UnsupportedError for hooks that would get gradients of a chunk instead of a sequence.
+    With `over_ranks` also for hooks on parameters: each rank has only a part of the gradient."""
     everywhere = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     for name, module in model.named_modules():
         if everywhere or module._backward_hooks or module._backward_pre_hooks:
@@ -243,8 +243,8 @@ def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
 
 
 def _packs_for_inference(module: nn.Module) -> bool:
-    """Return whether a 4-bit linear module has weights repacked for AVX512-BF16, or would repack
-    them in eval mode (bitsandbytes 0.50)."""
+    """Return whether bitsandbytes 0.50 has repacked the weights of a 4-bit linear module for
+    AVX512-BF16, or would in eval mode."""
     weight: Any = module._parameters.get("weight")
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         return True
@@ -283,12 +283,12 @@ def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def rope_types(config: PretrainedConfig) -> list[str]:
-    """Return the types of RoPE in a model, one for each kind of layer."""
+    """Return the model's types of RoPE, one for each kind of layer (full or sliding attention)."""
     return [str(rope["rope_type"]) for rope in ropes(config).values()]
 
 
 def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-    """Return the RoPE parameters by kind of layer, under "" if all layers share one RoPE."""
+    """Return the RoPE parameters for each kind of layer, under "" if all layers share one RoPE."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_kind = {kind: part for kind, part in parameters.items() if isinstance(part, dict)}
     found = by_kind or ({"": parameters} if parameters else {})
@@ -300,9 +300,9 @@ def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
-    """Return the longest document in tokens: max_position_embeddings, or more with a stretched
-    RoPE; None without a limit. For a model, only stretching that shows in its frequencies
-    counts."""
+    """Return the longest document in tokens, None without a limit: max_position_embeddings, or more
+    if RoPE is stretched. In a model, as opposed to a configuration, RoPE counts as stretched only
+    if its frequencies are."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -313,8 +313,8 @@ def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
 
 
 def _far_kinds(config: PretrainedConfig) -> list[str]:
-    """Return the kinds of layers that attend over any distance. The others see a window, in which
-    positions differ by less."""
+    """Return the kinds of layers that attend over any distance. Layers of other kinds attend within
+    a window, where positions differ by less."""
     return [kind for kind in ropes(config) if not kind.startswith(("sliding", "chunked"))]
 
 
@@ -332,7 +332,7 @@ def _reach(
 
 def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
     """Return whether the model's RoPE frequencies are those of its configuration, which may have
-    been changed after the model was made. True for a family that keeps them elsewhere."""
+    changed since the model was made. True for a family that keeps its frequencies elsewhere."""
     name, keywords = ("inv_freq", {}) if not kind else (f"{kind}_inv_freq", {"layer_type": kind})
     for _, module in text_modules(model):
         found, config = getattr(module, name, None), getattr(module, "config", None)
@@ -381,8 +381,8 @@ def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> No
 
 
 def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
-    """Return overrides that let a model with RoPE read a document of this many tokens: yarn if it
-    has no scaling yet, else more of its own."""
+    """Return overrides that let a model with RoPE read a document of this many tokens: yarn if its
+    RoPE has no scaling yet, else a larger factor of the scaling that it has."""
     text = config.get_text_config()
     limit: int = text.max_position_embeddings
     wider = {"max_position_embeddings": tokens}
@@ -409,12 +409,11 @@ def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
 
 
 def _rounded(factor: float) -> float:
-    """Return the factor rounded up to two decimals."""
     return math.ceil(100 * factor) / 100
 
 
 def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
-    """Return whether a family takes "yarn" at its word; Phi-3 reads longrope for it."""
+    """Return whether a family computes "yarn" if a config names it; Phi-3 computes longrope."""
     rope = {**ropes(config)[kind], "rope_type": "yarn", "factor": 2.0}
     given = {**ropes(config), kind: rope} if kind else rope
     try:
@@ -425,7 +424,7 @@ def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
 
 
 def _in_python(fields: dict[str, Any]) -> str:
-    """Return Python statements that load a model with these fields."""
+    """Return Python statements that load a model with these configuration fields."""
     lines = ["config = AutoConfig.from_pretrained(path)", "text = config.get_text_config()"]
     for name, value in fields.items():
         if not isinstance(value, dict):
@@ -437,7 +436,7 @@ def _in_python(fields: dict[str, Any]) -> str:
 
 
 def in_yaml(value: Any) -> str:
-    """Return a value as one line of YAML, for a run file."""
+    """Return a value as one line of YAML for a run file."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {in_yaml(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -448,7 +447,7 @@ def in_yaml(value: Any) -> str:
 
 
 def describe_positions(model: PreTrainedModel | PretrainedConfig) -> list[str]:
-    """Return a line on the RoPE of the layers and the longest document."""
+    """Return one line of text about the layers' RoPE and the longest document."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit, found = context_limit(model), ropes(config)
     if limit is None and not found:
@@ -483,14 +482,14 @@ def _in_words(rope: dict[str, Any]) -> str:
 
 
 def chooses_by_length(config: PretrainedConfig) -> bool:
-    """Return whether a RoPE's tables depend only on the longest position of a sequence."""
+    """Return whether the model's RoPE chooses its table by the longest position of a sequence."""
     return LONG_ROPE in rope_types(config)
 
 
 def settled(decoder: nn.Module, longest: int, device: torch.device) -> dict[str, nn.Module]:
-    """Return copies of the decoder's RoPE modules with tables for a sequence of `longest`
-    positions. For a chunk they return its part of the sequence's table. Raises UnsupportedError if
-    a table is chosen in another way."""
+    """Return copies of the decoder's RoPE modules whose tables are those of a sequence of `longest`
+    positions, so that each chunk gets its part of the sequence's table. Raises UnsupportedError if
+    a RoPE chooses its table in another way."""
     found = {
         name: _settle(child, longest, device)
         for name, child in decoder.named_children()
@@ -548,8 +547,8 @@ def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def freeze_unmet(model: PreTrainedModel) -> None:
-    """Freeze parameters that text gives no gradients, so that optimizers hold no states for
-    them."""
+    """Freeze parameters to which text gives no gradients, so that optimizers hold no states for
+    these."""
     met = {id(p) for _, module in text_modules(model) for p in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in met:

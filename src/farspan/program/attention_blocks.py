@@ -67,9 +67,9 @@ class Block:
     query, and then q_stop == k_stop; `window` hides the keys before query - window + 1. A causal
     block without window is a square; a block that is neither causal nor windowed needs no mask.
 
-    Queries and keys count in token positions. If a rank holds only a part of the keys (`Held`),
-    they count in coordinates: keys are held rows, and queries are positions minus `shift`, so a
-    mask's differences are those of positions.
+    Coordinates: queries and keys are numbered by token positions. If a rank holds only a part of
+    the keys (`Held`), keys are numbered by held rows and queries by position minus `shift`, so that
+    the differences that a mask compares stay those of positions.
     """
 
     row_start: int
@@ -109,7 +109,7 @@ class Block:
 
 
 def document_runs(starts: Sequence[int], q_start: int, q_stop: int) -> tuple[Run, ...]:
-    """Return the runs of documents in tokens [q_start, q_stop) of one batch row.
+    """Cut tokens [q_start, q_stop) of one batch row into runs, at the starts of documents.
 
     `starts` holds the first token of every document of the row, ascending, the first one 0.
     """
@@ -132,8 +132,8 @@ def plan_blocks(
     window: int | None,
     document_starts: Sequence[tuple[Run, ...]] | None = None,
 ) -> tuple[Block, ...]:
-    """Return blocks that cover the attention of the chunk [q_start, q_stop); each visible (row,
-    query, key) is in exactly one.
+    """Return blocks that cover the attention of the chunk [q_start, q_stop): each visible (batch
+    row, query, key) is in exactly one block.
 
     `document_starts` holds, for every batch row, the runs that cover the chunk (`document_runs`);
     None means that each row is one document. Neighbouring rows with the same runs share blocks.
@@ -158,8 +158,8 @@ def plan_blocks(
 def tile_window(block: Block) -> tuple[Block, ...]:
     """Cut a block with a window into tiles of queries, each with the keys in reach of its window.
 
-    For kernels that know no window and skip nothing: a tile needs a mask, but wastes at most about
-    a quarter of its work where the window is 256 or longer.
+    Kernels that know no window and skip no keys run on tiles: a tile needs a mask, but wastes at
+    most about a quarter of its work where the window is 256 or longer.
     """
     window = block.window
     if window is None:
@@ -180,8 +180,8 @@ def _tiles(block: Block, window: int, size: int) -> Iterator[Block]:
 
 
 def most_tokens(row: int) -> int:
-    """Largest number of queries or keys in one attention call. `row` is the number of elements per
-    token: all sequences of the batch and all query heads, as flash attention stores dK, dV."""
+    """Return the largest number of queries or keys in one attention call: kernels count elements in
+    32 bits. `row` is the number of elements per token, over all sequences and query heads."""
     most = (INDEXED - 1) // row
     return most // EVEN * EVEN or most
 
@@ -192,8 +192,8 @@ def most_of(spec: LayerSpec, run: RunSpec) -> int:
 
 
 def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
-    """Raise UnsupportedError if the batch is too wide for attention kernels. Even a short call
-    would have more elements than they count in 32 bits."""
+    """Raise UnsupportedError if the batch is so wide that even a short attention call would have
+    more elements than the kernels can count in 32 bits."""
     for spec in set(model.layers):
         most, seen = most_of(spec, run), 0 if spec.window is None else spec.window
         if spec.attends() and most < seen + LEAST_CALL:
@@ -205,10 +205,10 @@ def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
 
 
 def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
-    """Cut the block into blocks of at most `most` queries and as many keys.
+    """Cut a block into blocks of at most `most` queries and `most` keys.
 
-    A square becomes squares on its diagonal and rectangles below them, squares first: they share no
-    query, so each starts the sum of its queries.
+    A square becomes squares on its diagonal and rectangles below them, squares first: no two
+    squares share a query, so squares can set the results to which rectangles add.
     """
     if max(block.queries, block.keys) <= most:
         return (block,)
@@ -237,7 +237,7 @@ def _with_window(tile: Block) -> Iterator[Block]:
 
 
 def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Yield lists of blocks whose key ranges overlap, in ascending order of keys."""
+    """Yield lists of blocks whose key ranges overlap, the lists in ascending order of keys."""
     together: list[Block] = []
     stop = 0
     for block in sorted(blocks, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
@@ -251,8 +251,8 @@ def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
-    """Return the tiles of `size` keys that `size` queries from `q_start` on see in a block. A tile
-    is causal or windowed only where that hides a key."""
+    """Cut the keys that `size` queries from `q_start` on see in a block into tiles of `size` keys.
+    A tile is causal or windowed only where that hides a key."""
     q_stop = min(q_start + size, block.q_stop)
     low = block.k_start
     if block.window is not None:
@@ -305,11 +305,11 @@ def _earlier_keys(
 
 
 def cut_at_window(block: Block, window: int) -> Iterator[Block]:
-    """Yield the queries whose window holds all keys of the block, then the queries that see only
-    the last keys.
+    """Yield a block of the queries whose window holds all keys, then one of the queries that see
+    only the last keys.
 
-    In the second part there are at least as many keys as queries, which flash attention needs; a
-    single query of the first part does not change that and is not worth a call.
+    The second block has at least as many keys as queries, which flash attention needs; a single
+    query of the first block does not change that and is not worth a call.
     """
     if block.q_stop - window <= block.k_start:
         yield block
@@ -363,7 +363,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Token positions whose keys a rank holds: one range of each chunk, ascending, or empty."""
+    """Token positions whose keys a rank holds: a range of each chunk, ascending, maybe empty."""
 
     ranges: tuple[Range, ...]
 
@@ -375,7 +375,7 @@ class Held:
         return sum(stop - start for start, stop in self.ranges)
 
     def row(self, position: int) -> int:
-        """Return the number of held positions before this one: its row, if it is held."""
+        """Return the number of held positions before a position: its row, if it is held itself."""
         held = (min(stop, max(start, position)) - start for start, stop in self.ranges)
         return sum(held)
 
@@ -398,11 +398,11 @@ def plan_held_blocks(
     held: Held | None = None,
 ) -> tuple[Block, ...]:
     """Return blocks that cover the attention of queries [q_start, q_stop) to the keys that a rank
-    holds, in coordinates (see `Block`).
+    holds, in the coordinates of `Block`.
 
     Every visible (row, query, held key) is in exactly one block; a query that sees no held key is
-    in none. Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no
-    queries. For the other arguments, and without `held`, see `plan_blocks`.
+    in none. Rows before q_start's are cut at multiples of `kv_block`. q_start may equal q_stop. For
+    the other arguments, and without `held`, see `plan_blocks`.
     """
     if held is None:
         return plan_blocks(q_start, q_stop, kv_block, window, document_starts)
@@ -413,7 +413,7 @@ def plan_held_blocks(
 
 
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
-    """Cut blocks of all keys (`plan_blocks`) to the keys that a rank holds, in coordinates."""
+    """Cut blocks of all keys (`plan_blocks`) to the keys of one rank, in `Block`'s coordinates."""
     pieces, found = held.pieces(), list[Block]()
     for block in blocks:
         if block.causal:
@@ -443,8 +443,8 @@ def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
 def _in_window(
     block: Block, held: Held, pieces: Sequence[_Piece], kv_block: int
 ) -> Iterator[Block]:
-    """Yield blocks of earlier held keys: one for each piece of keys that only some queries see,
-    then rectangles of the keys that all queries see."""
+    """Yield blocks of the earlier keys that a rank holds: for each held range one of the keys that
+    only some queries see, then rectangles of the keys that all queries see."""
     assert block.window is not None, block
     by_all = max(block.k_start, min(block.k_stop, block.q_stop - block.window))
     for piece in _between_held(pieces, block.k_start, by_all):
@@ -466,7 +466,7 @@ def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
 
 
 def _to_rows(block: Block, shift: int) -> Block:
-    """Return a block of one held piece in coordinates; without a mask, queries stay positions."""
+    """Return a block of one held range in the coordinates that `Block` describes."""
     keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
     if not block.causal and block.window is None:
         return keys
@@ -474,7 +474,7 @@ def _to_rows(block: Block, shift: int) -> Block:
 
 
 def _between_held(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[_Piece]:
-    """Yield the held pieces, cut to the positions [start, stop)."""
+    """Yield the parts of held ranges that lie within the positions [start, stop)."""
     first = max(0, bisect_right(pieces, start, key=lambda piece: piece.start) - 1)
     for piece in pieces[first:]:
         if piece.start >= stop:
@@ -498,12 +498,12 @@ def seen_pairs(stop: int, window: int | None) -> int:
 
 
 def sparse_of(schedule: Schedule, layer: LayerSpec) -> Sparse | None:
-    """Return a layer's sparse attention, or None if it is exact, as with a window."""
+    """Return a layer's sparse attention; None if its attention is exact, as with a window."""
     return schedule.sparse if layer.window is None else None
 
 
 def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Return the number of query-key pairs of one chunk's queries, per head."""
+    """Return the number of query-key pairs that one chunk's queries attend to, per head."""
     start, stop = program.chunks[chunk]
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
@@ -533,7 +533,7 @@ def _within(span: Range, other: Range) -> int:
 
 
 def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
-    """Return the number of query-key pairs of a whole sequence, per head."""
+    """Return the number of query-key pairs in the attention of a whole sequence, per head."""
     sparse = sparse_of(schedule, layer)
     if sparse is None:
         return seen_pairs(tokens, layer.window)
@@ -544,6 +544,6 @@ def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
 
 
 def chosen_pages(sparse: Sparse, start: int, stop: int) -> int:
-    """Largest number of different pages that queries [start, stop) choose, per head."""
+    """Return the largest number of different pages that queries [start, stop) choose, per head."""
     page_count = -(-(stop - start) // sparse.query_tokens)
     return min(len(sparse.candidates(start)), page_count * sparse.width(start))

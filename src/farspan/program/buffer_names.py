@@ -1,7 +1,7 @@
-"""Names of buffers. A slot serves any layer or chunk and lives for the whole program.
+"""Names of buffers. A slot is a buffer for any layer or chunk, which lives for the whole program.
 
-Slots form rings, whose members take turns: while one is in use, the next is filled or the last one
-is emptied.
+Slots form rings, whose members are used in turn: while one is in use, the next is filled or the
+last one is emptied.
 """
 
 X_IN = ("x.in.0", "x.in.1")  # a group's input, then the gradient that replaces it
@@ -27,7 +27,7 @@ def kv(layer: int) -> str:
 
 
 def kv_again(layer: int) -> str:
-    """Return the name of the device buffer that holds a layer's K, V again during its backward."""
+    """Return the name of the buffer of K, V fetched or computed again for a layer's backward."""
     return f"kv.{layer}.again"
 
 
@@ -45,13 +45,13 @@ def attention(layer: int) -> str:
 
 
 def attention_open(layer: int) -> str:
-    """Return the name of the buffer of O, LSE that lives while the layer's group is open."""
+    """Return the name of the buffer of a layer's O, LSE that is freed when its group closes."""
     return f"attention.{layer}.open"
 
 
 def attention_slots(widest: int) -> tuple[str, ...]:
-    """Return the names of the slots of O, LSE: one per layer of the largest group, since a chunk's
-    graphs refer to them, and one for the next chunk."""
+    """Return the names of device buffers for O, LSE, used in turn: one per layer of the largest
+    group, since a chunk's graphs refer to them, and one for the next chunk."""
     return tuple(f"attention.slot.{place}" for place in range(widest + 1))
 
 
@@ -60,7 +60,7 @@ def activations(layer: int) -> str:
 
 
 def means(layer: int) -> str:
-    """Return the name of the buffer of a layer's mean keys, which page choices read."""
+    """Return the name of the buffer of a layer's mean keys, by which pages are chosen."""
     return f"means.{layer}"
 
 

@@ -38,15 +38,15 @@ def build_program(
     *,
     cut: Cut = Cut.NONE,
 ) -> Program:
-    """Return the program of one training step.
+    """Return the program of one training step on one rank.
 
-    `chunks` replaces the ranges of `chunks_of`. The backward begins after `cut`, at instruction
-    `Program.cut`. `walked`, chunks in order, makes an outline: passes
-    skip the others; every buffer has its size and place in the order, but it cannot be run.
+    `chunks` replaces the token ranges of `chunks_of`. The backward begins when all up to `cut` is
+    complete, at instruction `Program.cut`. With `walked`, some chunks in order, the result is an
+    outline that cannot be run: it has all buffers, but only these chunks.
 
-    Every linear extension of the grid's order gives the same gradients; this one walks group by
-    group, forward and then back. Raises UnsupportedError when the schedule's groups do not fit the
-    model, or a batch is too wide for attention's kernels.
+    Any order of cells that keeps their dependencies gives the same gradients; this one runs group
+    by group, forward and then back. Raises UnsupportedError when the groups do not fit the model,
+    or a batch is too wide for attention's kernels.
     """
     ledger = _ledger(model, run, schedule, rank, chunks, walked)
     ledger.cut_after = cut
@@ -66,7 +66,7 @@ def build_program(
 def build_evaluation(
     model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank = ONLY
 ) -> Program:
-    """Return the program of a loss without gradients: one pass of all groups, open K, V only."""
+    """Return the program that computes only a loss: one forward pass of every group."""
     plain = replace(
         schedule,
         kv_kept=False,
@@ -105,7 +105,7 @@ def _ledger(
 
 
 def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = True) -> None:
-    """Allocate the device slots of all tensors that are copied to or from the host."""
+    """Allocate device buffers, shared by all layers, for tensors copied to or from the host."""
     schedule = ledger.schedule
     share = ledger.share
     own, keys = share.tokens.most, share.keys.most
@@ -134,7 +134,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
 
 
 def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
-    """Allocate the slots through which chosen pages of any layer come from the host."""
+    """Allocate device buffers, shared by all layers, for chosen pages gathered from the host."""
     sparse, run = ledger.schedule.sparse, (ledger.run.batch, ledger.model.element_bytes)
     if sparse is None:
         return
@@ -170,19 +170,19 @@ SHORTEST = 4
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Multiplications of a sequence's first tokens, in one forward of all layers with batch 1."""
+    """Multiplications that tokens cost in one forward of all decoder layers, with batch 1."""
 
     linear: int  # per token
     widths: tuple[tuple[int | None, int], ...]  # window: multiplications per query and key
 
     def before(self, token: int) -> int:
-        """Return the number of multiplications of tokens [0, token)."""
+        """Return the number of multiplications for the tokens [0, token) of a sequence."""
         attention = sum(width * seen_pairs(token, window) for window, width in self.widths)
         return self.linear * token + attention
 
 
 def costs_of(model: ModelSpec) -> Costs:
-    """Return the multiplications of the layers, without the head, which only one stage has."""
+    """Return the multiplications of all decoder layers, without the head, which one stage has."""
     widths: dict[int | None, int] = {}
     for layer in model.layers:
         width = layer.query_heads * (layer.head_dim + layer.value_dim)
@@ -191,27 +191,27 @@ def costs_of(model: ModelSpec) -> Costs:
 
 
 def is_balanced(schedule: Schedule, layout: Layout) -> bool:
-    """Return whether chunks get shorter along the sequence, so that all cost the same. With sparse
-    attention chunks are equal: a query's keys depend on where its chunk begins, and their number
-    does not grow with the sequence."""
+    """Return whether later chunks are shorter, so that all cost the same. With sparse attention
+    chunks have one length: a query's keys depend on where its chunk begins, and their number does
+    not grow with the sequence."""
     return layout.pipeline > 1 and schedule.sparse is None
 
 
 def chunks_of(
     model: ModelSpec, tokens: int, schedule: Schedule, layout: Layout
 ) -> tuple[Range, ...]:
-    """Return the token ranges of the chunks, the same for all ranks. `model` is the whole model."""
+    """Return the token range of each chunk, the same on all ranks. `model` is the whole model."""
     if is_balanced(schedule, layout):
         return balanced_ranges(costs_of(model), tokens, schedule.chunk)
     return chunk_ranges(tokens, schedule.chunk)
 
 
 def balanced_ranges(costs: Costs, tokens: int, chunk: int) -> tuple[Range, ...]:
-    """Return chunks of at most `chunk` tokens with equal costs, each no longer than the one before.
-    The first chunks may cost less, since `chunk` bounds them.
+    """Cut a sequence into chunks of equal cost and at most `chunk` tokens, each no longer than the
+    one before. The first chunks may cost less, since `chunk` bounds their length.
 
-    Their number is the least for which no range costs more than the first `chunk` tokens, or than
-    the last `chunk / SHORTEST` if that is more.
+    The number of chunks is the least for which none costs more than the first `chunk` tokens, or
+    than the last `chunk / SHORTEST` tokens if those cost more.
     """
     whole, short = costs.before(tokens), -(-chunk // SHORTEST)
     most = max(
@@ -234,7 +234,7 @@ def balanced_ranges(costs: Costs, tokens: int, chunk: int) -> tuple[Range, ...]:
 
 
 def _count(costs: Costs, tokens: int, chunk: int, most: int) -> int:
-    """Return the number of chunks if none is longer than `chunk` or costs more than `most`."""
+    """Return how many chunks of at most `chunk` tokens and `most` multiplications are needed."""
     count = start = 0
     while start < tokens:
         among = range(start + 1, min(tokens, start + chunk) + 1)

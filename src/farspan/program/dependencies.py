@@ -1,6 +1,6 @@
-"""The buffers that each instruction reads and writes, on which lane, and the instructions that it
-must wait for; outputs of layers that no instruction reads, and cells whose token-wise modules run
-on tiles.
+"""Buffers that each instruction reads and writes, and earlier instructions that it must wait for;
+also outputs of layers that no instruction reads, and cells whose token-wise modules run on tiles.
+The work of an instruction is spread over three queues, the lanes:
 
     compute     cells, head, embedding, loads and stores of x, clearing
     fetch       host to device
@@ -72,7 +72,7 @@ WHOLE = -2  # all chunks of a buffer, or a prefix, since no later chunk is on it
 
 
 class Lane(IntEnum):
-    """Lanes that run in parallel; each runs its instructions in the order of issue."""
+    """Queue that runs in parallel with the other lanes, and its instructions in order of issue."""
 
     COMPUTE = 0
     FETCH = 1
@@ -88,7 +88,7 @@ Access = tuple[Lane, str, int, bool]  # the lane, buffer and place, and whether 
 
 @dataclass(slots=True)
 class _RegisterWalk:
-    """Walk through a program that tracks which buffers each register is a view of."""
+    """Pass over a program that tracks the buffers of which each register is a view."""
 
     program: Program
     hidden: dict[int, tuple[Place, ...]] = field(default_factory=dict)
@@ -106,10 +106,10 @@ class _RegisterWalk:
         self.on_host = frozenset(buffer.name for buffer in buffers if buffer.tier is HOST)
 
     def with_weights(self, instruction: Instruction) -> list[Access]:
-        return self.of(instruction) + self._weights(instruction)
+        return self.accesses(instruction) + self._weights(instruction)
 
     def _weights(self, instruction: Instruction) -> list[Access]:
-        """Return the accesses to slots of streamed weights and their gradients."""
+        """Return an instruction's reads and writes of streamed weights and their gradients."""
         weights, gradients = names.WEIGHTS, names.WEIGHT_GRADIENTS
         outer, outer_gradients = names.WEIGHTS_OUTER, names.WEIGHT_GRADIENTS_OUTER
         match instruction:
@@ -139,7 +139,7 @@ class _RegisterWalk:
     def _group(self, layer: int) -> int:
         return next(i for i, (_, stop) in enumerate(self.program.groups) if layer < stop)
 
-    def of(self, instruction: Instruction) -> list[Access]:
+    def accesses(self, instruction: Instruction) -> list[Access]:
         match instruction:
             case Fetch(source, target, chunk):
                 return self._copy(FETCH, source, target, chunk)
@@ -212,7 +212,7 @@ class _RegisterWalk:
         return found
 
     def _pages(self, i: Forward) -> list[Access]:
-        """Return the accesses of a cell to page means and chosen pages of sparse attention."""
+        """Return a forward cell's reads and writes of page means and chosen pages."""
         found = []
         if i.means is not None and i.write_kv is not None:
             found += _writes(self._place(i.means, i.chunk))
@@ -224,7 +224,7 @@ class _RegisterWalk:
         return found
 
     def _chosen(self, prefix: str, place: Place) -> list[Access]:
-        """Return the reads of chosen page numbers, by the cell and the lane that streams pages."""
+        """Return the reads of chosen page numbers, by the cell and the lane that gathers pages."""
         return [(lane, *place, False) for lane in {COMPUTE, self._reader(prefix)}]
 
     def _backward(self, i: Backward) -> list[Access]:
@@ -247,7 +247,7 @@ class _RegisterWalk:
         return found
 
     def _reader(self, name: str) -> Lane:
-        """Return the lane that reads earlier keys: FETCH if they are on the host, else COMPUTE."""
+        """Return the lane that reads a buffer of earlier keys: FETCH from host, else COMPUTE."""
         return FETCH if name in self.on_host else COMPUTE
 
 
@@ -260,9 +260,9 @@ def _writes(*places: Place) -> list[Access]:
 
 
 def footprints(program: Program) -> Iterator[list[Access]]:
-    """Yield the accesses of each instruction, in the program's order."""
+    """Yield each instruction's reads and writes of buffers, in the program's order."""
     walk = _RegisterWalk(program)
-    return map(walk.with_weights if walk.streams else walk.of, program.instructions)
+    return map(walk.with_weights if walk.streams else walk.accesses, program.instructions)
 
 
 def lane_of(instruction: Instruction) -> Lane:
@@ -273,7 +273,7 @@ def lane_of(instruction: Instruction) -> Lane:
 
 
 class Hazard(StrEnum):
-    """Reason to wait for another lane; the table in this file's docstring explains each."""
+    """Reason for a lane to wait for another one; this file's docstring explains each."""
 
     NOT_ARRIVED = "not arrived"
     STILL_READ = "still read"
@@ -300,7 +300,7 @@ _WRITING = {
 
 
 class Wait(NamedTuple):
-    """Wait until a lane has finished its part of an instruction."""
+    """A lane to wait for, and the instruction that it must have finished by then."""
 
     lane: Lane
     instruction: int
@@ -320,7 +320,7 @@ def _never() -> list[int]:
 
 
 def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order, ...]:
-    """Return the waits of each instruction. `hazards` restricts them to some reasons, for tests."""
+    """Return each instruction's waits for other lanes, or only those for the reasons `hazards`."""
     derivation = _Derivation(program, frozenset(hazards))
     return tuple(
         derivation.order(index, i, accesses)
@@ -332,7 +332,7 @@ def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order,
 
 @dataclass(slots=True)
 class _LatestAccess:
-    """Latest instructions, by lane, that wrote and that read one chunk of a buffer."""
+    """Latest instructions, by lane, that wrote to and that read from a chunk of a buffer."""
 
     written: list[int] = field(default_factory=_never)
     read: list[int] = field(default_factory=_never)
@@ -366,9 +366,9 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Derivation:
-    """State while waits are derived. Invariant: `known[x][y]` is the latest instruction of lane y
-    that lane x has waited for, directly or through other lanes; `then[x][i]` is a copy of
-    `known[x]` from when x had finished its part of instruction i."""
+    """Derivation of waits, instruction by instruction. Invariant: `known[x][y]` is the latest
+    instruction of lane y that lane x has waited for, directly or through other lanes; `then[x][i]`
+    is a copy of `known[x]` from when x had finished its part of instruction i."""
 
     program: Program
     hazards: frozenset[Hazard]
@@ -405,7 +405,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Update `after`, the instruction to wait for on each lane, by the waits of one access."""
+        """Add to `after` what one access must wait for: the latest instruction on each lane."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]
@@ -432,7 +432,7 @@ class _Derivation:
         return tuple(found)
 
     def _implied(self, other: Lane, after: list[int], new: list[Lane]) -> bool:
-        """Return whether waiting for another lane already implies waiting for this one."""
+        """Return whether the waits for other lanes in `new` imply the wait for lane `other`."""
         return any(
             self.then[third][after[third]][other] >= after[other]
             for third in new
@@ -463,11 +463,11 @@ Cell = tuple[int, int]  # layer, chunk
 
 
 def unread_outputs(program: Program) -> frozenset[Cell]:
-    """Return the cells that build a graph for the backward and whose output no later instruction
-    reads.
+    """Return the forward cells that build a graph for the backward and whose output no later
+    instruction reads.
 
-    Registers are named by layer, and a new value replaces the old one, so an output that is still
-    in its register when the next one comes was not read.
+    Registers are named by layer, and a new value replaces the old one: an output that is still in
+    its register when the next value comes was not read.
     """
     found: set[Cell] = set()
     written: dict[int, Cell] = {}  # the cell whose output is in hidden[layer]
@@ -503,7 +503,7 @@ def unread_outputs(program: Program) -> frozenset[Cell]:
 
 @dataclass(slots=True)
 class TiledCells:
-    """Cells of a program that run their feed-forward on tiles (see `hf.tiled_mlp`)."""
+    """Cells of a program whose token-wise modules run on tiles of tokens (see `hf.tiled_mlp`)."""
 
     program: Program
     tile: int | None = field(init=False)  # tokens
@@ -523,7 +523,7 @@ class TiledCells:
         return (self.tile,) * full + (rest,) * bool(rest)
 
     def has_tiles(self, i: Forward | Backward) -> bool:
-        """Return whether the cell is longer than a tile and its graph is not saved."""
+        """Return whether the cell runs on tiles: it is longer than one and saves no graph."""
         if self.tile is None or self._tokens(i) <= self.tile:
             return False
         return not (i.kept if isinstance(i, Forward) else i.activations is not None)
@@ -533,7 +533,7 @@ class TiledCells:
         return stop - start
 
     def skips(self, i: Forward) -> bool:
-        """Return whether a forward skips its last product, whose output no instruction reads."""
+        """Return whether a forward skips its MLP's last product, since no instruction reads it."""
         if not self.has_tiles(i) or not i.graph or (i.layer, i.chunk) not in self.unread:
             return False
         return self.program.model.layers[i.layer].work.skippable

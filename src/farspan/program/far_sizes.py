@@ -1,7 +1,7 @@
-"""Sizes of attention to chosen pages, and the slots through which pages come from the host.
+"""Sizes of sparse attention to chosen pages, and of buffers for pages that come from the host.
 
-The pages that a chunk chose are taken in slabs of limited numbers of units (a unit is K, V of one
-page of one batch row and key-value head), which do not grow with the prefix or the chunk.
+The pages that a chunk chose come in slabs: blocks of a limited number of units, whatever the prefix
+and the chunk. A unit is K, V of one page of one batch row and key-value head.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ INDEX = 8  # bytes per index
 
 @dataclass(frozen=True, slots=True)
 class Far:
-    """Sizes that decide the memory of one chunk's attention to chosen pages."""
+    """Sizes that decide the memory of one chunk's sparse attention to chosen pages."""
 
     batch: int
     heads: int  # of queries
@@ -50,11 +50,11 @@ class Far:
 
     @property
     def entries(self) -> int:
-        """Number of pages that all query pages of the chunk choose together."""
+        """Number of pages chosen, summed over query pages, sequences and key-value heads."""
         return self.batch * self.kv_heads * self.query_pages * self.chosen
 
     def units(self, most_units: int) -> int:
-        """Return the largest number of units in one slab of this chunk."""
+        """Return the largest number of units (K, V of a page) in a slab of the chunk."""
         owners = self.batch * self.kv_heads
         return min(most_units, owners * min(self.candidates, self.query_pages * self.chosen))
 
@@ -62,8 +62,8 @@ class Far:
 def far_of(
     heads: LayerSpec, sparse: Sparse, run: tuple[int, int], start: int, tokens: int
 ) -> Far | None:
-    """Return the sizes of a chunk's attention to chosen pages; None if there is no page to choose
-    from. The chunk has `tokens` tokens from `start` on; `run` is (batch, bytes of an element)."""
+    """Return the sizes of sparse attention for the chunk of `tokens` tokens from `start` on; None
+    if it has no page to choose from. `run` is (batch, bytes of an element)."""
     if heads.window is not None or not sparse.width(start):
         return None
     return Far(
@@ -87,19 +87,19 @@ def far_of(
 
 
 def slab_units(slab_bytes: int, page: int, dims: int, width: int) -> int:
-    """Return the number of units in a slab of `slab_bytes`. `dims` are the dims of a key and a
-    value together, `width` the bytes of an element."""
+    """Return how many units (K, V of a page) fit into a slab of `slab_bytes`. `dims` are the
+    elements of a key and a value together, `width` the bytes of an element."""
     return max(1, slab_bytes // (page * dims * width))
 
 
 def most_units_of(far: Far) -> int:
-    """Return the largest number of units that a step gathers at once."""
+    """Return the largest number of units (K, V of a page) gathered at once, in one slab."""
     return slab_units(SLAB_BYTES, far.page, far.head_dim + far.value_dim, far.width)
 
 
 def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[str, int]:
-    """Return the bytes of each part of a slot that holds one slab: numbers of its units, the index
-    of its entries, rows of its units' tokens, K, V, and in a backward the sums of dK, dV."""
+    """Return the bytes of each part of a buffer for a slab, a block of gathered pages: the pages'
+    numbers, the index of the choices, the tokens' rows, K, V, and in a backward sums of dK, dV."""
     tokens = units * far.page
     parts = {
         "numbers": 3 * INDEX * units,
@@ -115,6 +115,6 @@ def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[st
 
 
 def slot_bytes(far: Far, *, backward: bool) -> int:
-    """Return the bytes of a slot that can hold any slab of a chunk."""
+    """Return the bytes of a device buffer for any slab (block of gathered pages) of a chunk."""
     parts = slot_parts(far, far.units(most_units_of(far)), far.entries, backward=backward)
     return sum(map(aligned, parts.values()))

@@ -77,8 +77,8 @@ class Layout:
 
 
 def sequence_layout(model: ModelSpec, devices: int) -> Layout:
-    """Return a layout whose `devices` share every sequence: by heads as far as the K, V heads
-    allow, then by each chunk's K, V. A model with recurrent layers becomes a pipeline."""
+    """Return a layout whose `devices` share every sequence: by heads as far as the number of K, V
+    heads allows, the rest by each chunk's K, V. Recurrent layers become a pipeline."""
     if model.is_recurrent():
         return Layout(pipeline=devices)
     ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
@@ -89,8 +89,8 @@ ALONE = Layout()  # one device
 
 
 def streams(schedule: Schedule, layout: Layout) -> bool:
-    """Return whether the program copies whole weights from main memory into slots. With FSDP a rank
-    gathers shards from main memory instead, by the same program as for shards on the device."""
+    """Return whether the program copies whole weights from main memory into device buffers. With
+    FSDP ranks gather shards from main memory instead, as they gather shards on the device."""
     return schedule.weights is Tier.HOST and not layout.cuts_weights()
 
 
@@ -147,7 +147,7 @@ class Rank:
         return found
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks, itself included, that differ only along these axes, ascending."""
+        """Return this rank and those that differ from it only along these axes, ascending."""
         numbers, stride, base = [0], 1, 0
         for axis in AXES:
             extent = getattr(self.layout, axis)
@@ -159,7 +159,7 @@ class Rank:
         return tuple(sorted(base + n for n in numbers))
 
     def tokens(self, chunk: Range, *axes: str) -> Range:
-        """Return the tokens of a chunk on the rank and its peers along these innermost axes."""
+        """Return the tokens of a chunk that this rank and its peers along these axes have."""
         assert axes == SEQUENCE[: len(axes)], axes
         places = [n % self.layout.sequence() for n in self.peers(*axes)]
         return part(chunk, min(places), self.layout.sequence())[0], (
@@ -182,7 +182,7 @@ def chunk_ranges(tokens: int, chunk: int) -> tuple[tuple[int, int], ...]:
 
 
 def are_equal(chunks: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether all chunks have one length, except perhaps the last."""
+    """Return whether all chunks have the same length, except perhaps the last."""
     return chunks == chunk_ranges(chunks[-1][1], chunks[0][1])
 
 
@@ -197,7 +197,7 @@ def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tupl
 
 
 def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers in each stage: the schedule's groups if given, else equal sizes."""
+    """Number of layers in each pipeline stage: the schedule's groups if given, else equal sizes."""
     if stages > layers:
         raise UnsupportedError(
             f"pipeline: {stages} stages for {layers} layers; use at most {layers}"
@@ -213,10 +213,10 @@ def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...
 
 
 def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
-    """Return the chunks that hold the latest `fraction` of the tokens, rounded to whole chunks.
+    """Return the chunks that hold the last `fraction` of the tokens, rounded to whole chunks.
 
-    Latest first: the attention recomputed for a token costs in proportion to its position, so
-    keeping the last 30% removes 51% of that work.
+    The last chunks are worth most: recomputing a token's attention costs in proportion to its
+    position, so saving the last 30% removes 51% of that work.
     """
     wanted = fraction * chunks[-1][1]
     first = len(chunks)
@@ -231,8 +231,8 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with the rows that states of recurrent layers take in buffers. Raises
-    UnsupportedError if a chunk is a single token, which recurrent layers treat as generation."""
+    """Return the model with `row` filled in for recurrent states: elements per token in buffers.
+    Raises UnsupportedError for a chunk of one token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
@@ -265,25 +265,25 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """One rank's part of every chunk."""
+    """A rank's part of every chunk."""
 
     ranges: tuple[Range, ...]  # positions in the sequence
     rows: tuple[Range, ...]  # rows in a buffer that holds the parts of all chunks
 
     @property
     def total(self) -> int:
-        """Number of rows in a buffer for the parts of all chunks."""
+        """Number of rows in a buffer that holds the rank's parts of all chunks."""
         return self.rows[-1][1]
 
     @property
     def most(self) -> int:
-        """Number of rows in the longest part."""
+        """Number of rows in the rank's longest part of a chunk."""
         return max(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Tokens and keys of one rank."""
+    """A rank's tokens and keys in every chunk, which this file's docstring explains."""
 
     rank: Rank
     tokens: Spans
@@ -322,22 +322,22 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
 
 
 def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
-    """Return the rows of saved activations that a rank reserves for each chunk: an equal part,
-    rounded up. A rank saves rows of its own tokens, and its heads' rows of others' tokens; neither
-    exceeds its own tokens with all heads."""
+    """Return the rows of saved activations that a rank reserves for each chunk: an equal share,
+    rounded up. A rank saves rows of its own tokens, and rows of its heads for tokens of other
+    ranks; each takes at most as much as its own tokens with all heads."""
     sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
-    """Return the tokens of a chunk on each Ulysses peer of the rank, with its tensor peers."""
+    """Return how many of a chunk's tokens each Ulysses peer has, together with its tensor peers."""
     held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
     return tuple(stop - start for start, stop in held)
 
 
 @lru_cache(maxsize=64)
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with a rank's share of heads. Raises UnsupportedError if it has none."""
+    """Return the model with a rank's share of heads. Raises UnsupportedError if it is uneven."""
     refuse_shared_states(model, layout)
     if layout.ulysses * layout.tensor == 1:
         return model
@@ -346,8 +346,8 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with the tensors that a cell saves in addition if Ulysses exchanges heads:
-    the output projection reads attention's output by tokens, but the saved output is by heads."""
+    """Return the model with the tensors that cells save in addition if Ulysses exchanges heads: the
+    output projection reads attention's output by tokens, but the output is saved by heads."""
     if layout.ulysses == 1:
         return model
     layers = (
@@ -381,14 +381,14 @@ LONGEST = 1e9  # seconds, 31 years; clocks count nanoseconds in 64 bits, 292 yea
 
 
 class Auto(StrEnum):
-    """Choice of the layout by farspan: all ranks share every sequence."""
+    """Value of `parallel` that leaves the layout to farspan: all ranks share every sequence."""
 
     AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Number of ranks along each axis of `Layout`."""
+    """Number of ranks along each axis of `Layout`, as a run file gives it."""
 
     tensor: int = 1  # ranks that share the weights and heads of a layer
     ulysses: int = 1  # ranks that share tokens outside attention and heads inside
@@ -408,11 +408,11 @@ class Parallel:
             )
 
     def asked(self) -> int:
-        """Number of ranks that the extents need; if `data` is null, a divisor of that number."""
+        """Number of ranks that the axes need; if `data` is null, a multiple of it may run."""
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
-        """Return the layout of `ranks` ranks. Raises UnsupportedError if they do not fit."""
+        """Return the layout of `ranks` ranks. Raises UnsupportedError if the axes do not fit."""
         asked = self.asked()
         if ranks % asked or (self.data is not None and ranks != asked):
             there = "there is 1" if ranks == 1 else f"there are {ranks}"
@@ -433,32 +433,32 @@ class Parallel:
 Given = Parallel | Auto | None  # `parallel` of a run file
 
 
-def check_ranks(given: Given, ranks: int | None) -> Given:
-    """Return `parallel` of a run file with `data` filled in for the started `ranks`, or None
-    without a launcher. Raises UnsupportedError if it needs another number of ranks."""
-    if isinstance(given, Parallel):
+def check_ranks(parallel: Given, ranks: int | None) -> Given:
+    """Return a run file's `parallel` with `data` filled in for the number of started ranks (None
+    without a launcher). Raises UnsupportedError if `parallel` needs another number of ranks."""
+    if isinstance(parallel, Parallel):
         try:
-            return replace(given, data=given.layout(ranks or 1).data)
+            return replace(parallel, data=parallel.layout(ranks or 1).data)
         except UnsupportedError as error:
-            many = given.asked()
-            if given.data is None:  # as many of the started ranks as can share it
+            many = parallel.asked()
+            if parallel.data is None:  # as many of the started ranks as can share it
                 many *= max(1, (ranks or 1) // many)
             raise UnsupportedError(f"{error}; start {many}: {COMMAND.format(many)}") from error
-    if given is None and ranks is not None and ranks > 1:
+    if parallel is None and ranks is not None and ranks > 1:
         raise UnsupportedError(
             f"parallel: missing, but {ranks} ranks were started; set it to auto to share every "
             f"sequence, or to data: {ranks} for that many replicas"
         )
-    return given
+    return parallel
 
 
-def layout_of(given: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
-    """Return the layout of a run on `ranks` ranks. `model` is called only if its heads decide."""
-    if isinstance(given, Parallel):
-        return given.layout(ranks)
+def layout_of(parallel: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
+    """Return a run's layout on `ranks` ranks. `model` is called if the layout depends on it."""
+    if isinstance(parallel, Parallel):
+        return parallel.layout(ranks)
     return ALONE if ranks == 1 else sequence_layout(model(), ranks)
 
 
-def replicas(given: Given) -> int:
-    """Return the number of data-parallel replicas."""
-    return (given.data or 1) if isinstance(given, Parallel) else 1
+def replicas(parallel: Given) -> int:
+    """Return the number of data-parallel replicas that a run file sets."""
+    return (parallel.data or 1) if isinstance(parallel, Parallel) else 1

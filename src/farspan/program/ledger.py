@@ -1,4 +1,4 @@
-"""A program under construction: its instructions in order, and the buffers that they name."""
+"""A program under construction: its instructions in order, and the buffers that these name."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ from farspan.spec import DEVICE, HOST, Cut, ModelSpec, RunSpec, Schedule, Tier
 
 @dataclass(slots=True)
 class Ledger:
-    """Instructions of a program under construction, with the lifetimes of buffers.
+    """Instructions of a program under construction, with the lifetimes of its buffers.
 
     Invariant: a buffer is open between its Allocate and its Free, and is allocated once. `written`
-    has the open buffers, each with the chunks whose content is in it, so passes look up the content
+    maps each open buffer to the chunks whose content is in it, so that passes look the content up
     instead of repeating the rules that put it there.
     """
 
@@ -77,8 +77,7 @@ class Ledger:
         chunks: range | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """Open a buffer for a layer's tensors of some or all chunks, by default on the usual
-        tier."""
+        """Open a buffer for a layer's tensors; by default of all chunks, on the schedule's tier."""
         tier = RESIDENCY[kind].tier_of(self.schedule) if tier is None else tier
         chunks = range(len(self.chunks)) if chunks is None else chunks
         rows = rows_of(self.share, kind)
@@ -88,7 +87,7 @@ class Ledger:
         self._open(name, kind, layer, tier, (start, stop), self._size(kind, alike, stop - start))
 
     def allocate_slot(self, name: str, kind: Kind, tokens: int) -> None:
-        """Open a device buffer with room for `tokens` rows of any layer."""
+        """Open a device buffer that any layer may use, with room for `tokens` rows."""
         size = max(self._size(kind, layer, tokens) for layer in set(self.alike))
         self._open(name, kind, -1, DEVICE, (0, tokens), size)
 
@@ -108,8 +107,8 @@ class Ledger:
         cell_bytes: int,
         cell_row: int = 0,
     ) -> None:
-        """Open a buffer of raw cells, one for each chunk in `cells`, on the schedule's tier for
-        this kind. For `cell_row` see `Buffer`."""
+        """Open a buffer of raw bytes with a cell for each chunk in `cells`, on the schedule's tier
+        for this kind of tensor. `Buffer` explains `cell_row`."""
         tier = RESIDENCY[kind].tier_of(self.schedule)
         rows = rows_of(self.share, kind)[cells.start : cells.stop]
         start, stop = (rows[0][0], rows[-1][1]) if rows else (0, 0)
@@ -136,7 +135,7 @@ class Ledger:
         self.instructions.append(Allocate(name))
 
     def allocate_cell_slots(self, kind: Kind, cell_bytes: int) -> None:
-        """Open device buffers with room for one cell of any layer."""
+        """Open device buffers that any layer may use, with room for one cell each."""
         for ring in RESIDENCY[kind].slots:
             for name in ring:
                 size = aligned(cell_bytes)
@@ -144,7 +143,7 @@ class Ledger:
                 self._open(name, kind, -1, DEVICE, (0, stop), size, cell_bytes)
 
     def allocate_group_slots(self, kind: Kind) -> None:
-        """Open three device buffers for streamed weights, or for their gradients: for even groups
+        """Open three device buffers for weights in main memory, or their gradients: for even groups
         of layers, for odd groups, and for the modules outside the layers."""
         ring, (outer,) = RESIDENCY[kind].slots
         gradients = kind is Kind.WEIGHT_GRADIENTS
@@ -174,7 +173,7 @@ class Ledger:
         return ring[turn % len(ring)]
 
     def few(self, ring: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the slots of a ring that the program needs: one for a single chunk, else all."""
+        """Return the buffers of a ring (used in turn), at most as many as there are chunks."""
         return ring[: len(self.chunks)]
 
     def free(self, name: str) -> None:
@@ -188,7 +187,7 @@ class Ledger:
         return name in self.written
 
     def _drop_unused(self) -> None:
-        """Remove unused buffers: they are opened by rule, and a short program may need fewer."""
+        """Remove buffers that no instruction uses, since a short program may need fewer."""
         used = self._used()
         if used >= self.buffers.keys():
             return
@@ -225,7 +224,7 @@ class Ledger:
         return used
 
     def finish(self) -> Program:
-        """Close all open buffers, give each buffer an address, and return the program."""
+        """Free all open buffers, give each buffer an address, and return the program."""
         for name in list(self.buffers):
             self.free(name)
         self._drop_unused()
@@ -256,12 +255,12 @@ class Ledger:
 
 
 def _has_prefix(instruction: Instruction) -> bool:
-    """Return whether the instruction reads the K, V of earlier chunks."""
+    """Return whether the instruction is a cell that reads K, V of earlier chunks."""
     return isinstance(instruction, Forward | Backward) and instruction.chunk > 0
 
 
 def _has_choice(instruction: Instruction) -> bool:
-    """Return whether the instruction attends to chosen pages."""
+    """Return whether the instruction is a cell that attends to chosen pages."""
     return isinstance(instruction, Forward | Backward) and instruction.choice is not None
 
 

@@ -1,4 +1,4 @@
-"""A group of layers, its buffers, and its passes over the chunks: first, rebuild, backward.
+"""A group of layers, its buffers, and its three passes over the chunks.
 
         layers                      first pass      chunk by chunk upwards through the group
       ^  +--+--+--+--+  group 1     rebuild         the same, only to have K, V again
@@ -7,9 +7,9 @@
       |  |  |  |  |  |
       +--+--+--+--+--+-> chunks
 
-Two savings hold everywhere, unless the step is cut. The last chunk's own cells do
-not run before the backward starts with them. And the top layer of a group has no reader before its
-backward, so a pass that only produces K, V ends in it with AttentionMode.NONE.
+Two kinds of cells are left out, unless the step is cut (`Cut`). The last chunk does not run before
+the backward starts with it. And nothing reads the output of a group's top layer before its
+backward, so a pass that only produces K, V ends there with AttentionMode.NONE.
 """
 
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ from farspan.spec import DEVICE, HOST, Cut
 
 @dataclass(slots=True)
 class Group:
-    """One group of layers of a program under construction, and its buffers."""
+    """A group of layers in a program under construction, and the group's buffers."""
 
     ledger: Ledger
     index: int
@@ -77,8 +77,8 @@ class Group:
             self.graphs = range(0)  # the backward follows at once, so nothing is saved
 
     def gather(self, then: int | None) -> None:
-        """Gather the group's weights unless they are there: once per pass, or for two consecutive
-        passes. Streamed weights of group `then`, whose pass is next, are fetched ahead."""
+        """Gather the group's weights unless they are gathered: for one pass, or two consecutive
+        ones. Weights in main memory are fetched, with those of group `then`, whose pass is next."""
         if self.streams:
             self._fetch_weights(then)
             return
@@ -95,7 +95,7 @@ class Group:
                 fetched[index % 2] = index
 
     def _open_weight_gradients(self) -> None:
-        """Allocate the slots of gradient sums and fetch the sums, for weights in main memory."""
+        """If weights are in main memory, fetch the group's gradient sums into device buffers."""
         if self.streams:
             if self.stays_open:  # the first group whose backward runs here
                 self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
@@ -107,8 +107,8 @@ class Group:
             self.gathered = False
 
     def with_outer(self) -> bool:
-        """Return whether modules outside the layers are gathered with the group. All stages of a
-        pipeline share these and gather them, even stages in the middle, which do not use them."""
+        """Return whether modules outside the layers are gathered with the group. All pipeline
+        stages share and gather these modules, even stages in the middle, which do not use them."""
         return self.is_stage or self.index == 0 or self.is_last
 
     def open_first(self) -> None:
@@ -169,7 +169,7 @@ class Group:
 
     def choosing(self, layer: int) -> range:
         """Return the chunks whose queries choose pages in this layer: those with pages between
-        sinks and recent tokens; none in a layer with a window."""
+        sinks and recent tokens. In a layer with a window no chunk chooses."""
         ledger, sparse = self.ledger, self.ledger.schedule.sparse
         if sparse is None or ledger.model.layers[layer].window is not None:
             return range(0)
@@ -192,9 +192,9 @@ class Group:
                 ledger.allocate(name, Kind.ATTENTION, layer, others)
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
-        """Return the bytes of activations that one chunk saves in this layer. With equal chunks, a
-        shorter last chunk has a full cell too. O and LSE count unless the buffer of attention
-        outputs is sure to hold them; the layer's input counts unless it is saved between groups."""
+        """Return the bytes of activations that the layer saves for one chunk. If chunks are equal,
+        a shorter last chunk takes as many bytes as others. O and LSE count unless another buffer is
+        sure to hold them; the layer's input counts unless it is saved between groups."""
         ledger = self.ledger
         start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Bytes by which a cell shrinks per token that its chunk is shorter than the first."""
+        """Return a cell's bytes per token, by which cells of shorter chunks are smaller."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
@@ -220,7 +220,7 @@ class Group:
         return schedule.attention_save_fraction < schedule.activation_save_fraction or is_outermost
 
     def _input_row(self, layer: int) -> int:
-        """Return the bytes per token of the layer's input in its cell, for one sequence."""
+        """Return the bytes per token and sequence of the layer's input if it is saved, else 0."""
         model = self.ledger.model
         inside = model.layers[layer].saves_input and layer != self.layers[0]
         return inside * model.hidden * model.element_bytes
@@ -247,17 +247,17 @@ class Group:
             self.ledger.free(names.x(self.index))
 
     def free_layer(self, layer: int, *until: Until) -> None:
-        """Free those of the layer's buffers that live until one of these times."""
+        """Free the layer's buffers whose lifetime ends at one of the times `until`."""
         for name in layer_buffers(layer, *until):
             self.ledger.free(name)
 
     def prefix(self, layer: int) -> str:
-        """Return the name of the buffer that holds the layer's K, V at this point."""
+        """Return the name of the buffer that holds the layer's K, V in the current pass."""
         again = names.kv_again(layer)
         return again if self.ledger.is_open(again) else names.kv(layer)
 
     def attention_home(self, layer: int, chunk: int) -> str | None:
-        """Return the name of the buffer that saves O, LSE of this cell, or None without one."""
+        """Return the buffer that saves O, LSE of one chunk in this layer, None if none does."""
         for name in (names.attention(layer), names.attention_open(layer)):
             if self.ledger.is_open(name) and chunk in self.ledger.covered[name]:
                 return name
@@ -266,14 +266,14 @@ class Group:
 
 @dataclass(slots=True)
 class GroupPasses(Group):
-    """One group of layers and its passes, which add instructions to the ledger."""
+    """A group of layers with the passes that add its instructions to the ledger."""
 
     entered: str = ""  # buffer of the chunk's input
 
     # -- the group's input and output ---
 
     def enter(self, chunk: int) -> None:
-        """Put the group's input for one chunk into the register hidden[first layer]."""
+        """Emit what puts the group's input for one chunk into the register hidden[first layer]."""
         if self.index == 0:
             self.ledger.emit(Embed(chunk))
             return
@@ -290,7 +290,7 @@ class GroupPasses(Group):
         self.ledger.emit(Load(self.layers[0], chunk, self.entered))
 
     def leave(self, chunk: int) -> None:
-        """Save the group's output for one chunk, hidden[top + 1], or send it to the next stage."""
+        """Emit what saves the group's output for one chunk, or sends it to the next stage."""
         if self.is_stage and not self.is_last:
             self.ledger.emit(Send(self.top + 1, chunk))
             return
@@ -302,8 +302,8 @@ class GroupPasses(Group):
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
-        """Emit what puts the gradient of the group's output into the program's register
-        gradient[top + 1], where the backward of `top`, the group's last layer, reads it."""
+        """Emit what puts the gradient of the group's output into the register gradient[top + 1],
+        from which the backward of `top`, the group's last layer, starts."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
             return
@@ -319,7 +319,7 @@ class GroupPasses(Group):
             self.ledger.emit(LoadGradient(self.top + 1, chunk, place))
 
     def leave_backward(self, chunk: int) -> None:
-        """Write the gradient of the group's input, gradient[first layer], over the saved input."""
+        """Emit what passes the gradient of the group's input to layers below or the embedding."""
         if self.index == 0:
             self.ledger.emit(EmbedBackward(chunk))
             return
@@ -371,7 +371,7 @@ class GroupPasses(Group):
         return self.index - 1 if self.index and not self.is_stage else None
 
     def evaluate(self) -> None:
-        """Write the forward of a program without a backward."""
+        """Emit the group's part of a program that only computes a loss."""
         self.gather(self._above())
         self.open_first()
         for chunk in self.ledger.walked:
@@ -388,7 +388,7 @@ class GroupPasses(Group):
         self.release()
 
     def rebuild(self) -> None:
-        """Bring the group's K, V back for its backward, by copies or by another forward."""
+        """Emit copies, or another forward, that bring the group's K, V back for its backward."""
         ledger, schedule = self.ledger, self.ledger.schedule
         missing = not schedule.kv_kept or self.kv_goes_home()
         if self.stays_open or not missing:
@@ -460,8 +460,8 @@ class GroupPasses(Group):
         held: bool = False,
         drops: bool = False,
     ) -> None:
-        """Write one forward cell with its copies. Whether attention is computed or its output read
-        depends on what the buffers hold."""
+        """Emit one forward cell and its copies. If a buffer has the cell's O and LSE, the cell
+        reads them instead of computing attention."""
         ledger, prefix = self.ledger, self.prefix(layer)
         home = self.attention_home(layer, chunk)
         mode = MODE_COMPUTE
@@ -510,7 +510,7 @@ class GroupPasses(Group):
         return name if wanted and self.ledger.is_open(name) else None
 
     def _choice(self, layer: int, chunk: int, mode: AttentionMode) -> tuple[str | None, bool]:
-        """Return the buffer of the cell's chosen pages, and whether this cell chooses them."""
+        """Return the buffer of the chunk's chosen pages, and whether this cell chooses them."""
         if mode is not MODE_COMPUTE or chunk not in self.choosing(layer):
             return None, False
         name = names.choice(layer)
@@ -527,7 +527,7 @@ class GroupPasses(Group):
             self.ledger.emit(Evict(place, home, chunk))
 
     def backward_cell(self, layer: int, chunk: int, *, kept: bool = False) -> None:
-        """Write one backward cell with its copies; `kept` if the first pass saved its graph."""
+        """Emit one backward cell and its copies; with `kept`, the first pass saved its graph."""
         ledger, on_host = self.ledger, self.ledger.schedule.kv is HOST
         prefix, dkv = self.prefix(layer), names.dkv(layer)
         attention = cells = own_kv = None

@@ -21,7 +21,7 @@ from farspan.spec import Cut, LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, T
 
 
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
-    """Return the rows of each chunk in buffers of this kind."""
+    """Return the rows that each chunk takes in buffers of this kind."""
     match RESIDENCY[kind].rows:
         case CutInto.CELLS | CutInto.GROUPS:
             return share.cells
@@ -121,7 +121,7 @@ class Embed:
 
 @value
 class Load:
-    """Set hidden[layer], the input of a layer, to the chunk's rows of x in `buffer`."""
+    """Set hidden[layer], a layer's input, to the chunk's hidden states saved in `buffer`."""
 
     layer: int
     chunk: int
@@ -130,7 +130,7 @@ class Load:
 
 @value
 class Store:
-    """Write hidden[layer] to the chunk's rows of x in `buffer`."""
+    """Write hidden[layer], a layer's input, to the chunk's rows in `buffer`."""
 
     layer: int
     chunk: int
@@ -186,7 +186,7 @@ class Head:
 @value
 class Backward:
     """Cell B(layer, chunk): run a layer backward, from gradient[layer + 1] to gradient[layer]. It
-    adds to dW and to dK, dV of earlier chunks, and reads the chunk's own dK, dV, then complete."""
+    adds to dW and to dK, dV of earlier chunks, and reads the chunk's own, complete dK, dV."""
 
     layer: int
     chunk: int
@@ -208,7 +208,7 @@ class EmbedBackward:
 
 @value
 class Close:
-    """Finish the group's weight gradients: fp32 sums go into `.grad` once."""
+    """Finish the group's weight gradients: round their fp32 sums once, into `.grad`."""
 
     group: int
 
@@ -216,7 +216,7 @@ class Close:
 @value
 class Gather:
     """Bring the weights of a group's layers to the device, from other ranks or main memory. `outer`
-    adds the modules outside the layers; `gradients` brings the sums of gradients instead."""
+    adds the modules outside the layers; `gradients` brings sums of gradients instead of weights."""
 
     group: int
     outer: bool
@@ -233,14 +233,14 @@ class Release:
 
 @value
 class Reduce:
-    """Add up the group's weight gradients over ranks, for weights in main memory."""
+    """Sum the group's weight gradients over ranks, in programs with weights in main memory."""
 
     group: int
 
 
 @value
 class Receive:
-    """Receive hidden[layer] from the stage before, or its gradient from the stage after."""
+    """Receive hidden[layer] from the previous pipeline stage, or gradient[layer] from the next."""
 
     layer: int
     chunk: int
@@ -249,7 +249,7 @@ class Receive:
 
 @value
 class Send:
-    """Send hidden[layer] to the pipeline stage after, or its gradient to the stage before."""
+    """Send hidden[layer] to the next pipeline stage, or gradient[layer] to the previous one."""
 
     layer: int
     chunk: int
@@ -282,7 +282,7 @@ Instruction = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Instructions of one step on one rank, and all buffers with their places in the arenas."""
+    """Instructions of one step on one rank, and all buffers with their addresses in the arenas."""
 
     model: ModelSpec
     run: RunSpec
@@ -305,12 +305,12 @@ class Program:
         return own_groups(self.share.rank, len(self.groups))
 
     def streams(self) -> bool:
-        """Return whether whole weights and their gradients pass through slots of the program."""
+        """Return whether whole weights come from main memory, and whole gradients go there."""
         return streams(self.schedule, self.share.rank.layout)
 
     def closes_outer(self, group: int) -> bool:
         """Return whether closing the group also closes the modules outside the layers. The first
-        group does, and every stage of a pipeline, since each has a shard of them."""
+        group does, and every stage of a pipeline, since each stage has a shard of these modules."""
         return group == 0 or self.share.rank.layout.pipeline > 1
 
     def trains(self) -> bool:
@@ -322,8 +322,8 @@ INDEX_BYTES = 8  # int64: of a token's id, its target or its position
 
 
 def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
-    """Return the bytes of these layers' weights, or of the sums of their gradients. None stands for
-    the modules outside the layers."""
+    """Return the bytes of these layers' weights, or of the sums of their gradients. `layers` None
+    means the modules outside the layers."""
     works = [] if layers is None else [layer.work for layer in model.layers[slice(*layers)]]
     if gradients:
         trained = sum(work.trainable for work in works)
@@ -333,8 +333,8 @@ def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
 
 
 def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:
-    """Bytes that a step derives from a batch: targets, and positions, of which all sequences share
-    one row unless documents are separate. Ids, labels and documents belong to the caller."""
+    """Return the bytes that a step derives from a batch: targets, and positions, which all
+    sequences share unless documents are separate. The caller has ids, labels and documents."""
     return INDEX_BYTES * tokens * (batch + (batch if documents else 1))
 
 
@@ -361,7 +361,7 @@ def regions_bytes(tensors: tuple[Region, ...], tokens: int) -> int:
 
 
 def row_bytes(kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int) -> int:
-    """Return the bytes per token of a buffer, without padding."""
+    """Return the bytes per token of buffers of this kind, without padding."""
     found = RESIDENCY[kind].tensors(model, layer, batch)
     return sum(prod(one.shape) * _width(model, one) for one in found)
 
@@ -378,8 +378,8 @@ def activation_cell_bytes(
     with_attention: bool,
     sharers: int = 1,
 ) -> int:
-    """Return the bytes of activations that one cell saves, without K and V. With O and LSE all
-    heads count, though `layer` has only the heads of one of `sharers` ranks."""
+    """Return the bytes of activations that one cell saves, without K and V. O and LSE, if included,
+    count for all heads, though `layer` has only the heads of one of `sharers` ranks."""
     row = activation_row_bytes(model, layer, with_attention, sharers)
     # A recurrent layer's constant is the rounding of its scan and its states, per sequence.
     constant = layer.activation_constant * (batch if layer.state else 1)
@@ -389,19 +389,19 @@ def activation_cell_bytes(
 def activation_row_bytes(
     model: ModelSpec, layer: LayerSpec, with_attention: bool, sharers: int = 1
 ) -> int:
-    """Return the bytes of activations that a cell saves per token."""
+    """Return the bytes per token of the activations that a cell saves."""
     attention = sharers * row_bytes(Kind.ATTENTION, model, layer, 1) if with_attention else 0
     return layer.activation_bytes + attention
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Return the bytes of the cells with these rows; the first is the largest (see `Buffer`)."""
+    """Return the bytes of each cell in a buffer, by its chunk's rows (see `Buffer.cell_row`)."""
     lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 
 
 def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
-    """Return the byte range of a chunk's cell in a buffer of cells; a slot has only one."""
+    """Return the byte range of a chunk's cell in a buffer; a shared buffer has only one cell."""
     if buffer.layer < 0:
         return 0, buffer.cell_bytes
     rows = program.share.cells
@@ -417,11 +417,11 @@ CHOICE_BYTES = 4  # of a page's number
 def means_cell_bytes(
     model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, sparse: Sparse
 ) -> int:
-    """Bytes of a chunk's mean keys, R per page, [pages * R, B, Hk, D], in the keys' dtype."""
+    """Return the bytes of a chunk's mean keys [means, batch, KV heads, dim], in the keys' dtype."""
     row = batch * layer.kv_heads * sparse.key_dim(layer) * model.element_bytes
     return tokens // sparse.mean_tokens * row
 
 
 def choice_cell_bytes(layer: LayerSpec, batch: int, tokens: int, pages: int, page: int) -> int:
-    """Bytes of a chunk's choice, [B, Hk, M, k]: `pages` numbers per page of queries."""
+    """Return the bytes of a chunk's chosen pages, [batch, KV heads, query pages, `pages`]."""
     return batch * layer.kv_heads * -(-tokens // page) * pages * CHOICE_BYTES

@@ -17,7 +17,7 @@ from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier
 
 
 class Kind(StrEnum):
-    """Content of a buffer."""
+    """Kind of tensor that a buffer holds."""
 
     X = "x"
     KV = "kv"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class CutInto(StrEnum):
-    """Unit into which a buffer is divided, for each chunk."""
+    """Unit in which a chunk takes space in a buffer."""
 
     TOKENS = "tokens"  # a row for each of the rank's tokens
     KEYS = "keys"  # a row for each of its keys
@@ -49,7 +49,7 @@ class Until(StrEnum):
 
 
 class RowTensor(NamedTuple):
-    """A tensor with one row of `shape` per token, batch first; `wide` in the accumulate dtype."""
+    """A tensor with one row of `shape` per token, batch first. `wide`: in the accumulate dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ Name = Callable[[int], str]  # of a layer's buffer
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Description of one kind of tensor: its parts, tier, buffers, slots and lifetime."""
+    """Description of one kind of tensor: its parts, tier, buffers, rings of slots and lifetime."""
 
     words: str  # its name in reports
     rows: CutInto
@@ -211,7 +211,7 @@ RESIDENCY: dict[Kind, Residency] = {
 
 
 def layer_buffers(layer: int, *until: Until) -> Iterator[str]:
-    """Yield the names of the layer's buffers that are freed at the times `until` in a step."""
+    """Yield the names of the layer's buffers whose lifetime ends at one of the times `until`."""
     for row in RESIDENCY.values():
         if row.until in until:
             yield from (name(layer) for name in row.homes)

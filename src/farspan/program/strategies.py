@@ -1,4 +1,4 @@
-"""Published systems as schedules: points of one space, each runnable by name."""
+"""Published systems as schedules, each of which can be run by its name."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ GROUPED = "grouped"  # a search takes it as the whole space of schedules
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A named schedule, given a model's number of layers and a sequence length."""
+    """A named schedule, computed from a model's number of layers and a sequence length."""
 
     name: str
     source: str  # its origin
@@ -96,8 +96,19 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy(name: str, layers: int, tokens: int) -> Schedule:
-    """Return the schedule of a strategy with its own defaults. Published strategies exchange all
-    heads at once. Raises UnsupportedError for an unknown name."""
+    """Return the schedule of a strategy.
+
+    Args:
+        name: One of `STRATEGIES`, such as fpdt.
+        layers: Number of the model's decoder layers.
+        tokens: Number of tokens in a sequence.
+
+    Returns:
+        The strategy's own defaults; published strategies exchange all heads at once.
+
+    Raises:
+        UnsupportedError: The name is unknown.
+    """
     check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
     return schedule if name == GROUPED else replace(schedule, alltoall_splits=1)

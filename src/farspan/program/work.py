@@ -72,7 +72,7 @@ def work_of(program: Program, instruction: Instruction) -> float:
 
 
 class WorkKind(StrEnum):
-    """Purpose of an instruction, as words for reports."""
+    """Purpose of an instruction, in words for reports."""
 
     FORWARD = "forward"
     AGAIN = "forward, computed again"
@@ -122,7 +122,6 @@ def _rows(program: Program, chunk: int) -> int:
 
 
 def _projections(program: Program, spec: LayerSpec) -> int:
-    """Return the multiplications per token of the q, k and v projections."""
     if spec.work.products:
         projected = spec.work.products[: spec.work.projections]
         return sum(inner * outer for inner, outer in projected)
@@ -132,9 +131,9 @@ def _projections(program: Program, spec: LayerSpec) -> int:
 def linear_products(model: ModelSpec, spec: LayerSpec) -> int:
     """Return the multiplications per token of a layer's linear modules.
 
-    If the layer's weights were not counted, this is an equal share of all but one table. A separate
-    head then counts as part of the layers, 8% of a 7B model, since nothing here distinguishes it
-    from a tied one.
+    If the layer's weights were not counted, an equal share of the model's weights, without one
+    table of embeddings, stands for them. A separate head then counts as part of the layers, 8% of a
+    7B model, since nothing here distinguishes it from a tied head.
     """
     if spec.work.products:
         return sum(inner * outer for inner, outer in spec.work.products)
@@ -165,7 +164,7 @@ def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
 
 
 def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
-    """Bytes of earlier keys that a chunk reads from a host buffer, each row once, or 0."""
+    """Return the bytes of earlier keys that a chunk reads from a host buffer, each row once."""
     buffer, spec = program.buffers[name], program.model.layers[layer]
     if buffer.tier is not HOST:
         return 0
@@ -173,7 +172,7 @@ def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
 
 
 def parts_of(rank: Rank, chunk: tuple[int, int]) -> list[int]:
-    """Return the number of a chunk's tokens whose K, V each shard of the rank's group holds."""
+    """Return, for each rank along `shards`, the number of a chunk's tokens whose K, V it holds."""
     peers = (Rank(rank.layout, number) for number in rank.peers("shards"))
     ranges = (peer.tokens(chunk, "tensor", "ulysses") for peer in peers)
     return [stop - start for start, stop in ranges]
@@ -181,7 +180,7 @@ def parts_of(rank: Rank, chunk: tuple[int, int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Heads of a rank that are exchanged and attended to together."""
+    """Heads of a rank that are exchanged together and attend together."""
 
     queries: Range  # query heads
     keys: Range  # the K, V heads that they attend to
@@ -190,8 +189,8 @@ class Piece:
 
 
 def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piece, ...]:
-    """Return the pieces in which a layer's heads are exchanged, in order; a single piece if no
-    exchange can be hidden. `spec` has the heads of one rank."""
+    """Return the pieces in which a layer's heads are exchanged, in order; one piece if no exchange
+    can overlap with attention. `spec` has the heads of one rank."""
     together = (
         layout.ulysses == 1
         or layout.ring > 1
@@ -202,9 +201,9 @@ def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piec
 
 
 def exposed(into: float, work: float, out: float, count: int) -> float:
-    """Return the seconds by which exchanges of heads lengthen `work`. `into` seconds come before it
-    and `out` seconds after it; all three are cut into `count` equal pieces, so the exchange of one
-    piece overlaps with the work of another."""
+    """Return the seconds by which exchanges of heads lengthen `work` seconds of attention. `into`
+    seconds come before it and `out` seconds after it; all three are cut into `count` equal pieces,
+    so one piece's exchange overlaps with another's work."""
     done, link = 0.0, into
     for place in range(1, count + 1):
         done = max(done, place * into / count) + work / count
@@ -213,7 +212,7 @@ def exposed(into: float, work: float, out: float, count: int) -> float:
 
 
 def cut_heads(layer: LayerSpec, count: int) -> tuple[Piece, ...]:
-    """Return a layer's heads in at most `count` pieces."""
+    """Cut a layer's heads into at most `count` pieces, which are exchanged one after another."""
     if not layer.attends():
         return (Piece((0, 0), (0, 0)),)
     ratio = layer.query_heads // layer.kv_heads
