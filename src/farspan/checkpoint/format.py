@@ -5,11 +5,11 @@
                   checkpoint.json          the training state; each tensor's dtype, shape and
                                            boxes; each box's file, byte offset and XXH3
 
-A run of one process has one rank. Boxes are of at most 64 MiB if rows allow, so that a rank of
-another layout reads little more than its part, and each is hashed in the same pass that writes or
-reads it. The digests find damage; they are no protection against tampering, but nothing read is
-ever executed. The folder is written under another name and renamed when every rank's files are on
-the disk: if a rank dies before, an earlier checkpoint stays intact.
+A box is a range of indices along each axis. Boxes are of at most 64 MiB if rows allow, so that a
+rank of another layout reads little more than its part, and each is hashed in the same pass that
+writes or reads it. The digests find damage; they are no protection against tampering, but nothing
+read is ever executed. The folder is written under another name and renamed when every rank's files
+are on the disk: if a rank dies before, an earlier checkpoint stays intact.
 """
 
 import json
@@ -79,7 +79,7 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """Place in a file of a tensor's box, and its digest `xxh3`; None if already verified."""
+    """A box of a tensor, its place in a file, and its digest `xxh3` (None: already verified)."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint as its list describes it: training state, and where tensors are stored."""
+    """A checkpoint as its JSON list describes it: training state, and where tensors are stored."""
 
     path: Path
     list: str  # name of the list's file
@@ -163,7 +163,7 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict[str, Any]]:
-    """Write and sync this rank's file, and return its boxes as the checkpoint's list has them."""
+    """Write and sync this rank's file, and return its boxes as entries of the checkpoint's list."""
     share = sorted(_share(entries, world), key=lambda one: -entries[one[0]][0].itemsize)
     sizes = [prod(box.sizes) * entries[name][0].itemsize for name, box in share]
     starts = list(accumulate(sizes, initial=0))
@@ -197,7 +197,6 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """View a contiguous tensor in main memory as bytes."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -251,7 +250,7 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the checkpoint's list, when all ranks are done, and publish it. Raises WriteFailed."""
+    """Write the checkpoint's list after all ranks' files, and publish it. Raises WriteFailed."""
     named = {name: form for rank_forms in forms for name, form in rank_forms.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -387,7 +386,7 @@ def refuse_other_model(
     any_dtype: bool = False,
 ) -> None:
     """Raise NotDamaged on all ranks unless the checkpoint has exactly the tensors in the ranks'
-    `entries`; further ones may begin with a name in `unread`."""
+    `entries`, apart from saved tensors whose names begin with one of `unread`."""
     where = f"{saved.path / saved.list}: belongs to another model"
 
     def look() -> bool:
@@ -444,8 +443,8 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box that this rank holds, as regions of its tensor (`here`) and of
-    the box (`there`)."""
+    """Yield the parts of a saved box on this rank: `here` in the rank's tensor, `there` in the
+    box."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)

@@ -1,5 +1,5 @@
-"""A transformers Trainer on several ranks. Ranks that share a sequence act as one of its processes,
-so that each replica of the model counts as one process."""
+"""A transformers Trainer on several ranks. Ranks that share a sequence act as one process of the
+Trainer, so that each replica of the model counts as one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,7 +100,8 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
 
 
 def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
-    """Give every rank of a pipeline all gradients; each layer's exist on its stage only."""
+    """Give every rank of a pipeline the gradients of all layers; before, each rank has only those
+    of its own stage."""
     peers = ranks.among("pipeline")
     if peers.size == 1:
         return
@@ -115,8 +116,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Set requires_grad inside the block as it was when the parameters were sharded: peft freezes
-    adapters while it switches them off."""
+    """Set requires_grad inside the block to its values when the parameters were sharded: peft
+    freezes adapters while it switches them off."""
     with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
 
@@ -144,8 +145,8 @@ def cut_what_is_loaded(model: nn.Module) -> None:
 
 
 def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's `state_dict` return unsharded tensors, which all ranks must call, and
-    its `load_state_dict` accept them."""
+    """Make the optimizer's `state_dict`, which all ranks must call, return unsharded tensors, and
+    make its `load_state_dict` accept them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def gathered(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class MetricsLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Logger that writes event files in `<folder>/tensorboard`. Raises UnsupportedError without
+    """Logger of event files in `<folder>/tensorboard`. Raises UnsupportedError without
     tensorboard."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
@@ -419,8 +419,7 @@ class Callback:
         `loss` for a skipped step."""
 
     def on_evaluation(self, metrics: Mapping[str, Any]) -> Answer:
-        """Receive a finished evaluation: `step` (0 before the first), `heldout_loss`,
-        `heldout_tokens`."""
+        """Receive an evaluation: `step` (0 before the first), `heldout_loss`, `heldout_tokens`."""
 
     def on_checkpoint(self, path: Path) -> Answer:
         """Receive the folder of a saved checkpoint."""

@@ -1,8 +1,9 @@
 """Losses that need several passes: preference losses of answer pairs, and distillation from a
 teacher.
 
-Each is computed from log-probabilities of the whole sequence (`farspan.losses`), and its backward
-is the rest of the step. The reference's or the teacher's are computed before, without gradients.
+A loss is computed from the log-probabilities of a whole sequence (`farspan.losses`), which a step
+returns; the loss's backward runs the rest of that step. Log-probabilities of the reference model or
+teacher are computed before, without gradients.
 """
 
 import hashlib
@@ -38,9 +39,9 @@ Sums = dict[str, Tensor | float]
 
 
 class _LogProbLoss:
-    """Base of losses computed from the log-probabilities of tokens, as a mean over the trained
-    tokens of all replicas (subclasses may divide by others). Each replica computes its batches'
-    share."""
+    """Base of losses computed from the log-probabilities of tokens, averaged over the trained
+    tokens of all replicas (a subclass may divide by another number). Each replica computes the
+    share of its own batches."""
 
     def __init__(self, batches: Batches, observer: Observer) -> None:
         self.batches, self.observer = batches, observer
@@ -53,7 +54,7 @@ class _LogProbLoss:
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, at: int) -> None:
-        """Compute values that the loss needs before the first update; `at` updates are done."""
+        """Compute values that the loss needs before training, which continues after `updates`."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
         """Run forward and backward on a batch, and return its share of the loss and metrics."""
@@ -86,8 +87,8 @@ class _LogProbLoss:
 
     @contextmanager
     def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run forwards in the block without gradients and outside the update's progress report; a
-        stop signal still ends them between two cells."""
+        """Run the block's forwards without gradients, and not as progress of the update; a stop
+        signal still ends them between two cells."""
         reported = step.progress
         step.progress = progress or self._check
         try:
@@ -101,7 +102,7 @@ class _LogProbLoss:
 
 
 class PreferenceLoss(_LogProbLoss):
-    """Mean over preference pairs of DPO, IPO or ORPO, which compare the pair's two answers."""
+    """DPO, IPO or ORPO loss, which compares the two answers of a pair, averaged over the pairs."""
 
     def __init__(
         self, batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
@@ -227,8 +228,7 @@ class PreferenceLoss(_LogProbLoss):
         write_whole(self._path, save(self._stored, {MARK: self._mark}))
 
     def _read(self) -> dict[str, Tensor] | None:
-        """Return the stored log-probabilities, or None if the file is missing or belongs to another
-        run."""
+        """Return the stored log-probabilities, or None if the file is missing or another run's."""
         if not self._path.is_file():
             return None
         try:
@@ -244,7 +244,7 @@ class PreferenceLoss(_LogProbLoss):
 
 
 class DistillationLoss(_LogProbLoss):
-    """Distance between student and teacher, over the k ids that are likeliest by the teacher,
+    """Distance between student and teacher over the k token ids that the teacher finds likeliest,
     averaged over trained tokens."""
 
     def _batch_shares(
@@ -271,7 +271,7 @@ def _pair_numbers(micro: Micro) -> tuple[int, ...]:
 
 
 def _is_trained(labels: Tensor, documents: Tensor) -> Tensor:
-    """Return [batch, tokens] bool: the next token is trained and belongs to the same document."""
+    """Return [batch, tokens] bool: whether the next token is trained and in the same document."""
     trained = torch.zeros_like(labels, dtype=torch.bool)
     trained[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
     return trained
@@ -303,7 +303,7 @@ SINGLE: dict[LossKind, type[_LogProbLoss]] = {LossKind.DISTILL: DistillationLoss
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> _LogProbLoss:
-    """Return the loss of a run: a PreferenceLoss if it trains pairs, else one of `SINGLE`."""
+    """Return the loss of a run: a PreferenceLoss for answer pairs, else its class in `SINGLE`."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return SINGLE[batches.ctx.run.objective.kind](batches, observer)

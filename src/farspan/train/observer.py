@@ -45,7 +45,7 @@ class Reporter:
         """Report the metrics of a finished step."""
 
     def over(self) -> None:
-        """Report that training has ended, at its last step or before."""
+        """Report that training has ended, at its last step or earlier."""
 
     def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
         """Report that the fraction `done` of the evaluation is finished. `progress` counts the
@@ -56,7 +56,7 @@ class Reporter:
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end. It is raised only between two cells."""
+    """Signal that asks the run to end, raised only between two cells."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -64,7 +64,7 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Signal handler that lets a run end between two cells. The first signal is kept until `check`,
+    """Signal handler that lets a run end between two cells. The first signal waits until `check`,
     `passed` or `meet` raises Interrupted; a second signal acts as it did before the run. The
     processes of one run all end at the same point.
 
@@ -112,8 +112,8 @@ class Interrupt:
             raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
-        """Raise Interrupted in all processes if a signal has come to one. Every process calls this
-        between the same two steps."""
+        """Raise Interrupted in all processes, between two steps, if a signal has come to one. All
+        call it."""
         if self._world is not None:
             self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:

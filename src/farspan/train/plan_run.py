@@ -98,7 +98,7 @@ class PlanOfRun:
 
 @dataclass(frozen=True, slots=True)
 class QuestionOfRun:
-    """A run file as a question to the planner, with the choices that the file leaves open."""
+    """A run file as input of the planner, with the choices that the file leaves open."""
 
     run: RunConfig
     question: Question
@@ -112,7 +112,7 @@ class QuestionOfRun:
         return PlanOfRun(run, plan)
 
     def longest(self, max_step: float) -> dict[str, Plan]:
-        """Return the plan for the longest context of each strategy, by `longest_contexts`."""
+        """Return by strategy the plan with the longest context, as `longest_contexts` finds it."""
         return longest_contexts(self.question, self.strategies(), max_step=max_step)
 
     def strategies(self) -> list[str] | None:
@@ -141,10 +141,10 @@ class QuestionOfRun:
 def question_of_run(
     run: RunConfig, asked: Mapping[str, Any], progress: Callable[[str], None]
 ) -> QuestionOfRun:
-    """Return a run file as a question to the planner. Fields of a `Request` in `asked` replace the
+    """Return a run file as input of the planner. Fields of a `Request` in `options` replace the
     run's; `progress` receives the name of each measurement on this machine.
 
-    A sequence counts as one document, the case in which attention takes most time. Raises
+    Each sequence counts as one document, the case in which attention takes most time. Raises
     UnsupportedError naming the field.
     """
     model = run.model
@@ -214,7 +214,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
-    """Return the run with the command line's optimizer, if a run file can express it."""
+    """Return the run with the optimizer in `options`, if a run file can express it."""
     if "optimizer" not in asked:
         return run
     given = asked["optimizer"]
@@ -224,8 +224,7 @@ def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
 
 
 def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Question:
-    """Return the question for all devices that share the run, within the memory that the run file
-    allows."""
+    """Return the planner's input for all devices of the run, within the run file's memory limit."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
     if question.nf4 and layout.devices() > 1:
@@ -255,6 +254,5 @@ def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSp
 
 
 def stretched_by(model: str, tokens: int) -> dict[str, Any]:
-    """Return the overrides that extend a model's positions to `tokens`. `model` is a name or
-    folder, as for `find_config`."""
+    """Return the overrides that extend the positions of `model`, a name or folder, to `tokens`."""
     return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)

@@ -1,9 +1,9 @@
 """Records of a run: the history of its parts with commands, machines and versions; and one step in
 detail, with its planned and measured memory by cause and its time by kind of work. Two steps per
-schedule are watched: the first for memory, which is metered anyway, and the second for time.
+schedule are recorded: the first for memory, which is metered anyway, and the second for time.
 
 The engine knows the exact bytes of weights, optimizer states and the program's buffers. Weight
-gradients are counted as they appear. The rest of the measured memory belongs to a cell.
+gradients are counted as they appear. The rest of the measured memory counts for the running cell.
 """
 
 import os
@@ -78,7 +78,7 @@ HIDDEN = "***"
 
 def part_json(ranks: int) -> dict[str, Any]:
     """Return the entry of history.json for the part of a run that begins now: command, machine,
-    versions. No environment variables."""
+    versions. Environment variables are left out."""
     return {
         "command": command_text(sys.argv),
         "ranks": ranks,
@@ -226,8 +226,8 @@ class StepRecorder:
         return {kind: size for kind, size in by_kind.items() if size > 0}
 
     def spans(self) -> Iterator[tuple[Program, Span]]:
-        """Yield when each instruction, copy and update kept a lane (compute, copies, ranks) busy,
-        in seconds since the first program began."""
+        """Yield each program with a time span, in seconds since the first program began, in which
+        an instruction, copy or update kept a queue (such as `compute` or `fetch`) busy."""
         first, timed = self.walks[0].marks[0], self._timed()
         for walk in self.walks:
             for index, instruction in enumerate(walk.program.instructions):
@@ -256,7 +256,7 @@ def _between(began: Any, ended: Any) -> float:
 
 
 def _lane(program: Program, instruction: Instruction) -> str:
-    """Return the lane on which `farspan plan --timeline` draws an instruction, or "" for none."""
+    """Return the queue in which `farspan plan --timeline` shows an instruction, or "" for none."""
     alone = program.share.rank.layout.devices() == 1
     match instruction:
         case Allocate() | Free():
@@ -273,7 +273,7 @@ def _lane(program: Program, instruction: Instruction) -> str:
 
 def _may_change_gradients(instruction: Instruction, known: set[object]) -> bool:
     """Return whether an instruction may change the bytes of `.grad`: a group's Close may, and so
-    may the first backward of each layer. `known` has the kinds and layers seen so far."""
+    may the first backward of each layer. Adds to `seen`, the kinds and layers seen so far."""
     if isinstance(instruction, Close):
         return True
     if not isinstance(instruction, Backward | Head | EmbedBackward):
@@ -296,8 +296,8 @@ def memory_json(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return planned and measured bytes of a step by cause: one number, or one per frame of the
-    report's drawing, at its fullest instruction. `held` are the device's bytes before the step (on
-    a CPU, those of main memory), and `peak` is the measured peak above them."""
+    report's drawing, at that frame's highest peak. `before` are the device's bytes before the step
+    (on a CPU, those of main memory), and `peak` is the measured peak above these."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(walk.peaks, at)
     buffers = _buffers(walk.program, tiers, places)
@@ -322,7 +322,7 @@ def memory_json(
 
 
 def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
-    """Return the index of the instruction with the highest peak bytes, for each frame."""
+    """Return for each frame the index of its instruction with the highest peak bytes."""
     values, tops, start = np.array(peaks, np.int64), list[int](), 0
     for end in at.ends:
         stop = min(end, len(values))
@@ -332,7 +332,7 @@ def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
 
 
 def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, Bytes]:
-    """Return the bytes of live buffers by kind, at each of the instruction indices `at`."""
+    """Return the bytes of live buffers, by kind, at each of the instruction numbers `indices`."""
     changes: dict[str, Bytes] = {}
     for buffer in program.buffers.values():
         if buffer.tier in tiers:
@@ -345,7 +345,7 @@ def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, 
 
 
 def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
-    """Return the constant bytes of a plan by cause, without those held before the step."""
+    """Return the bytes of a plan, by cause, that exist throughout a step but not before it."""
     on_host = parts.get("host_gradients", 0) if Tier.HOST in tiers else 0
     return {
         "gradients": parts.get("gradients", 0) + on_host,
@@ -387,16 +387,16 @@ def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> d
 
 
 def drawn_json(walk: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
-    """Return the frames that the report draws of an executed program, and their measured times, in
-    the form of `farspan.report.plan_page`."""
+    """Return the frames in which the report draws an executed program, and their measured times, as
+    `farspan.report.plan_page` expects them."""
     first, *_ = walk.marks
     begins = {index: _between(first, mark) for index, mark in enumerate(walk.marks[:-1])}
     return drawn_walk(walk.program, begins, _between(first, walk.marks[-1]))
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
-    """Return the seconds that the planner expects per update of `batches` batches: by kind of work
-    as if it ran alone, of attention, and in total with overlap."""
+    """Return the seconds that the planner expects per update of `batches` batches: of each kind of
+    work and of attention as if each ran alone, and in total with overlap."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
     seconds, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):

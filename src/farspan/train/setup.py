@@ -85,7 +85,7 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     """Return the run with its tokenizer filled in (the model's, or bytes for random weights), and
-    the replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
+    the number of replicas among `ranks` ranks (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -191,10 +191,10 @@ def _load_placed(
     world: DistributedContext,
     about: Mapping[str, Any],
 ) -> tuple[RunConfig, Placed, Any, int]:
-    """Choose the tiers of weights and optimizer states, and load the model there.
+    """Choose the tiers of weights and optimizer states, and load the model into its tier.
 
-    Returns the run with its weights in their place, the states' place, the model, and the bytes
-    that the process held before loading it. Raises UnsupportedError.
+    Returns the run with the tier of its weights set, the place of the states, the model, and the
+    bytes that the process held before loading the model. Raises UnsupportedError.
     """
     is_packed = run.model.quantize is not None or format_of(blank.config) is not None
     if not is_packed:
@@ -211,8 +211,7 @@ def _load_placed(
 def _check_data(
     run: RunConfig, corpus: Corpus, tokenizer: Tokenizer, blank: Any, observer: Observer
 ) -> None:
-    """Refuse data that the model does not support, before a step would fail. Raises
-    UnsupportedError."""
+    """Raise UnsupportedError if the model does not support the data, before a step would fail."""
     largest = max(corpus.parts, key=lambda part: max(store.largest for store in part.stores))
     _check_vocabulary(run, corpus.largest, largest.opened, blank)
     rows = blank.get_input_embeddings().num_embeddings
@@ -228,8 +227,8 @@ def _check_data(
 def _check_window(
     run: RunConfig, model: Any, other: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
-    """Refuse the documents that a stream holds in memory if either model does not support them,
-    naming the document; `other` is the second model. Raises UnsupportedError."""
+    """Refuse the documents that a stream holds in memory if the model or `reference` (None: no
+    second model) does not support them, naming the document. Raises UnsupportedError."""
     for limited in [model] if other is None else [model, other]:
         place = ""
         try:
@@ -253,8 +252,8 @@ def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
 def _load_reference(
     run: RunConfig, components: Components, world: DistributedContext, model: Any, corpus: Corpus
 ) -> Any:
-    """Return the reference model of the run's loss, or None without one. Rank 0 loads its weights;
-    other ranks get a model without weights. Raises UnsupportedError."""
+    """Return the reference model of the run's loss, or None if the loss needs none. Rank 0 loads
+    the weights; other ranks get a model without weights. Raises UnsupportedError."""
     loss, reference = run.objective, None
     if loss.compared() is Reference.FROZEN:
         reference = copy.deepcopy(model)
@@ -418,8 +417,8 @@ def _load(
 
 
 def adapt(model: Any, run: RunConfig) -> None:
-    """Add the run file's adapters to the model, if any. Raises UnsupportedError, also for a
-    quantised model without adapters."""
+    """Add the run file's adapters to the model, if any. Raises UnsupportedError if they do not fit
+    the model, or if a quantised model gets no adapters."""
     lora = run.model.lora
     if lora is None:
         refuse_whole(model.config)
@@ -464,8 +463,8 @@ def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model:
 def shard_model(
     run: RunConfig, components: Components, model: Any, world: DistributedContext
 ) -> ShardedModel | None:
-    """Shard a model that rank 0 has loaded, in place. Returns None if every rank keeps the whole
-    model."""
+    """Distribute a model that rank 0 has loaded, in place. Returns None if each rank has all of
+    it."""
     if world.ranks is None:
         return None
     if not is_sharded(run, world.layout):
@@ -500,8 +499,8 @@ def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
 
 
 def refuse_weights(weights: Tier, layout: Layout) -> None:
-    """Raise UnsupportedError, naming the run file's field, if ranks of this layout cannot hold
-    their weights in this tier."""
+    """Raise UnsupportedError, naming the run file's field, if ranks of this layout cannot keep
+    their weights in the tier `weights`."""
     try:
         refuse_together(Schedule(weights=weights), layout)
     except UnsupportedError as error:
@@ -576,8 +575,8 @@ def _ranks_words(world: DistributedContext) -> str:
 def show_data(
     run: RunConfig, sequence: int, held_out: bool, watch: Watch = unwatched
 ) -> Iterator[str]:
-    """Yield lines about the data and about sequence `number`, counted from 0 in training order or
-    among the held-out sequences. Raises UnsupportedError."""
+    """Yield lines about the data and about one sequence, whose number counts from 0 in training
+    order or among the held-out sequences. Raises UnsupportedError."""
     run = as_begun(resolve(replace(run, parallel=None)))
     tokenizer = load_run_tokenizer(run)
     corpus = _open_data(run, tokenizer, watch)

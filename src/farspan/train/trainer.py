@@ -89,8 +89,8 @@ class Diverged(RuntimeError):
 class TrainingLoop:
     """Loop over the steps of a run, with evaluations and checkpoints between them.
 
-    Invariant: between steps, `state`, weights and optimizer states equal those of an uninterrupted
-    run after `at.step` steps; the last two once the optimizer has settled.
+    Invariant: between steps, `state` equals that of an uninterrupted run after `at.step` steps. So
+    do weights and optimizer states, after the optimizer's `settle`.
     """
 
     def __init__(
@@ -136,8 +136,7 @@ class TrainingLoop:
         return self._state.at
 
     def fit(self) -> None:
-        """Train until the last step. Raises Interrupted between two cells, Diverged,
-        NoScheduleFits, WriteFailed."""
+        """Train until the last step. Raises Interrupted, Diverged, NoScheduleFits, WriteFailed."""
         run, ctx, runner = self._run, self._ctx, self._runner
         if self.at.step < run.steps:
             if self.why_stop() is not None:
@@ -191,7 +190,7 @@ class TrainingLoop:
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call a method of each callback. Saves a checkpoint before raising its exception."""
+        """Call a method of each callback. If one raises, saves a checkpoint first."""
         if not self._callbacks.any:
             return
         try:
@@ -410,7 +409,7 @@ class TrainingLoop:
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
-        held-out data. Returns which, or saves and raises Diverged, unless the run skips it."""
+        held-out data. Returns which one if the run skips it; else saves, and raises Diverged."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.
@@ -454,10 +453,10 @@ def base_of(run: RunConfig) -> dict[str, Any]:
 
 
 def returning_freed(told: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
-    """Wrap the progress callback `told` so that every 16 cells glibc's heap returns free pages to
-    the system: pages between small live blocks, such as autograd's graphs, would otherwise stay.
-    LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without this,
-    and 2,349 with it, for 0.1 of 19 seconds of CPU."""
+    """Wrap a progress callback so that every 16 cells glibc's heap returns free pages to the
+    system: pages between small live blocks, such as autograd's graphs, would otherwise stay. LoRA
+    of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without this, and
+    2,349 with it, for 0.1 of 19 seconds of CPU."""
 
     def tell(progress: Progress) -> None:
         told(progress)
@@ -472,7 +471,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
-    """Return the step with the lowest loss, the earliest of equals; step 0 is untrained."""
+    """Return the step with the lowest held-out loss, the earliest if several are equal. Step 0 does
+    not count: the model was untrained."""
     trained = [step for step in steps if step and math.isfinite(held_out[step])]
     return min(trained, key=lambda step: (held_out[step], step), default=None)
 
@@ -541,7 +541,7 @@ def train(
 def _reporter_of(
     run: RunConfig, world: DistributedContext, folder: RunFolder, given: Reporter | None
 ) -> Reporter:
-    """Return the run's reporter: on rank 0 `given` or a terminal reporter, which also passes
+    """Return the run's reporter: on rank 0 `reporter` or a terminal reporter, which also passes
     metrics to the run file's trackers; on other ranks one that prints nothing."""
     lanes: list[LoggerThread] = []
     world.run_on_rank0(
@@ -581,7 +581,6 @@ def _make_loop(
 
 
 def _unfinished(run: RunConfig, world: DistributedContext) -> TrainingResult:
-    """Return the result of a run that ended before its first step."""
     return TrainingResult(
         folder=Path(run.folder).expanduser(),
         step=0,
