@@ -281,7 +281,7 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def type_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """Return a tensor's dtype and shape as text, such as `float32[8, 16]`."""
     return f"{_word(dtype)}{list(shape)}"
 
@@ -398,8 +398,8 @@ def refuse_other_model(
                 raise NotDamaged(f"{where}: {name} is in this model, but not in the checkpoint")
             if there.shape != place.shape or (there.dtype != tensor.dtype and not any_dtype):
                 raise NotDamaged(
-                    f"{where}: {name} is {form_words(there.dtype, there.shape)}, but "
-                    f"{form_words(tensor.dtype, place.shape)} in this model"
+                    f"{where}: {name} is {type_words(there.dtype, there.shape)}, but "
+                    f"{type_words(tensor.dtype, place.shape)} in this model"
                 )
         return True
 
@@ -443,8 +443,7 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box on this rank: `here` in the rank's tensor, `there` in the
-    box."""
+    """Yield the parts of a saved box on this rank: `here` in its tensor, `there` in the box."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)

@@ -35,11 +35,11 @@ from farspan.checkpoint.format import (
     Entries,
     SavedCheckpoint,
     copy_saved,
-    form_words,
     read_list,
     refuse_other_model,
     save_entries,
     together,
+    type_words,
 )
 from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.distributed import messages
@@ -207,13 +207,13 @@ def _is_in_the_way(path: Path) -> bool:
         return isinstance(error, FileNotFoundError)  # a link without a target
 
 
-def _make_way(path: Path, kept: set[str]) -> None:
+def _make_way(path: Path, spared: set[str]) -> None:
     """Free the path of a checkpoint that is about to be written. If `spared` has its name, an
     earlier checkpoint is there, which is renamed and leaves `spared`. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
-    if path.name in kept:
+    if path.name in spared:
         _set_aside(path)
-        kept.discard(path.name)
+        spared.discard(path.name)
 
 
 def _set_aside(path: Path) -> Path:
@@ -400,7 +400,7 @@ def _blank_generators(saved: SavedCheckpoint, world: DistributedContext) -> dict
             )
         if there is not None:
             if there.dtype != torch.uint8 or prod(there.shape) > RNG_BYTES:
-                form = form_words(there.dtype, there.shape)
+                form = type_words(there.dtype, there.shape)
                 raise UnsupportedError(f"{where}: damaged: {start}{kind} is {form}")
             found[start + kind] = torch.empty(there.shape, dtype=torch.uint8)
     return found

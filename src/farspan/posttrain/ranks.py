@@ -21,7 +21,7 @@ from farspan.spec import UnsupportedError
 _GATHER = ("GRPOTrainer", "RLOOTrainer")
 
 
-def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelContext | None:
+def context_of(accelerator: Any, layout: Layout | None, trainer: type) -> ParallelContext | None:
     """Return the communication context of a Trainer's processes, or None for one process. Raises
     UnsupportedError if the processes cannot share a step of this class of Trainer."""
     processes = accelerator.num_processes
@@ -42,9 +42,9 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
             f"layout: {layout.devices()} devices, but {processes} process(es) were started; start "
             f"as many processes: torchrun --nproc-per-node {layout.devices()} script.py"
         )
-    if layout.data < processes and any(base.__name__ in _GATHER for base in kind.__mro__):
+    if layout.data < processes and any(base.__name__ in _GATHER for base in trainer.__mro__):
         raise UnsupportedError(
-            f"layout: {kind.__name__} generates in every process by itself; use "
+            f"layout: {trainer.__name__} generates in every process by itself; use "
             f"farspan.Layout(data={processes}), or another trainer"
         )
     if layout.tensor > 1:
@@ -66,9 +66,9 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
     every = range(layout.devices())
     along = [type(ranks.rank)(layout, n).along for n in every]
     first = [n for n in every if not any(v for axis, v in along[n].items() if axis != "data")]
-    kind: Any = type(accelerator)
+    base: Any = type(accelerator)
 
-    class Replicas(kind):
+    class Replicas(base):
         """Accelerator whose number of processes is the number of replicas."""
 
         @property
@@ -156,12 +156,12 @@ def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
         }
         return {**state_dict, "state": states}
 
-    def cut(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def cut(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
             number: {key: _like(value, parameters[number]) for key, value in state.items()}
-            for number, state in given["state"].items()
+            for number, state in state_dict["state"].items()
         }
-        return {**given, "state": states}
+        return {**state_dict, "state": states}
 
     optimizer.register_state_dict_post_hook(gathered)
     optimizer.register_load_state_dict_pre_hook(cut)

@@ -159,8 +159,7 @@ def inspect_blank(
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
     """Describe a model, with or without weights, by its configuration's profile, or by its own if
-    the configuration's has other sizes than `sizes` (as from `_sizes`; default: the model's
-    total)."""
+    the configuration's has other sizes than `sizes` (see `_sizes`; default: the model's total)."""
     model = stages.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -288,8 +287,7 @@ class RunContext:
         return spec if self.weights is None else self.weights.counted(spec)
 
     def held_bytes(self) -> int:
-        """Return the bytes of weights, states and page index on the device (on a CPU, in both
-        tiers)."""
+        """Return the bytes of weights, states and index on the device (on a CPU, in both tiers)."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0) + self._index_bytes()

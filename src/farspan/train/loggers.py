@@ -67,8 +67,7 @@ class MetricsLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Logger of event files in `<folder>/tensorboard`. Raises UnsupportedError without
-    tensorboard."""
+    """Logger of event files in `<folder>/tensorboard`. Raises UnsupportedError if not installed."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._make = _loaded(ReportTo.TENSORBOARD, "torch.utils.tensorboard", "SummaryWriter")

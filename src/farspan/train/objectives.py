@@ -53,7 +53,7 @@ class _LogProbLoss:
         """Return the number that divides the loss: trained tokens on all replicas, at least 1."""
         return max(1, self.batches.trained(micros))
 
-    def prepare(self, step: Step, at: int) -> None:
+    def prepare(self, step: Step, updates: int) -> None:
         """Compute values that the loss needs before training, which continues after `updates`."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
@@ -86,7 +86,7 @@ class _LogProbLoss:
         return self._reference
 
     @contextmanager
-    def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
+    def detached(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
         """Run the block's forwards without gradients, and not as progress of the update; a stop
         signal still ends them between two cells."""
         reported = step.progress
@@ -165,10 +165,10 @@ class PreferenceLoss(_LogProbLoss):
                 return self._look_up(micro, part)
             case Reference.FROZEN:
                 other = self.reference_engine(step)
-                with self.watched(other):
+                with self.detached(other):
                     return self._answers(other, micro)
             case Reference.ADAPTERS_OFF:
-                with self.watched(step), adapters_off(self.ctx.model):
+                with self.detached(step), adapters_off(self.ctx.model):
                     return self._answers(step, micro)
         dtype = torch.float64 if self.ctx.model.dtype == torch.float64 else torch.float32
         return torch.zeros(len(_pair_numbers(micro)), 2, dtype=dtype, device=micro.input_ids.device)
@@ -191,11 +191,11 @@ class PreferenceLoss(_LogProbLoss):
             )
         return rows.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
 
-    def prepare(self, step: Step, at: int) -> None:
+    def prepare(self, step: Step, updates: int) -> None:
         if self.loss.compared() is not Reference.STORED:
             return
         self._stored = self.ctx.world.run_on_rank0(self._read)
-        if self._stored is None and at == 0:
+        if self._stored is None and updates == 0:
             self._stored = self._compute(step)
             self.ctx.world.run_on_rank0(self._write)
 
@@ -216,7 +216,7 @@ class PreferenceLoss(_LogProbLoss):
         rows: list[tuple[int, list[float]]] = []
         for place, micro in enumerate(micros):
             self.observer.interrupt.passed(StopPoint.BATCH)
-            with self.watched(step, partial(self.observer.evaluating, place, count)):
+            with self.detached(step, partial(self.observer.evaluating, place, count)):
                 rows += zip(_pair_numbers(micro), self._answers(step, micro).tolist(), strict=True)
         table = torch.full((packing.documents(), 2), torch.nan, dtype=torch.float64)
         for number, values in self.ctx.world.gather_replicas(rows):
@@ -256,7 +256,7 @@ class DistillationLoss(_LogProbLoss):
     ) -> dict[str, Tensor]:
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
         teacher, vocab = self.reference_engine(step), text_config(self.ctx.model).vocab_size
-        with self.watched(teacher):
+        with self.detached(teacher):
             top, known = teacher.top_logprobs(ids, documents, k=self.loss.top_k, vocab=vocab)
         trained = _is_trained(labels, documents)
         targets = torch.full_like(top, UNTRAINED)  # labels belong to the token before

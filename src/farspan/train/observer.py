@@ -112,8 +112,8 @@ class Interrupt:
             raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
-        """Raise Interrupted in all processes, between two steps, if a signal has come to one. All
-        call it."""
+        """Raise Interrupted in all processes, which call this between steps, if one had a
+        signal."""
         if self._world is not None:
             self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:

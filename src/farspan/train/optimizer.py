@@ -47,13 +47,13 @@ from farspan.train.staged_states import (
 class OptimizerStates(Protocol):
     """Interface of AdamW's states in one format and one place.
 
-    The constructor sets each parameter's `grad_dtype` to the dtype of `.grad` that `update`
-    expects.
+    The constructor sets each parameter's `grad_dtype` to the dtype of `.grad` that these states
+    need.
     """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that training changes, except the parameters. Copying values into them
-        restores a checkpoint."""
+        """Return the tensors other than parameters that a checkpoint saves and restores in
+        place."""
 
     def held(self) -> StateBytes:
         """Return the bytes of the states, including step counters."""
@@ -284,8 +284,8 @@ class TrainingOptimizer:
         return dict(sorted(self.parameters.items(), key=lambda pair: places[id(pair[1])]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that training changes, except the parameters. Copying values into them
-        restores a checkpoint."""
+        """Return the tensors other than parameters that a checkpoint saves and restores in
+        place."""
         return self._states.tensors()
 
     def settle(self) -> None:

@@ -139,7 +139,7 @@ class QuestionOfRun:
 
 
 def question_of_run(
-    run: RunConfig, asked: Mapping[str, Any], progress: Callable[[str], None]
+    run: RunConfig, options: Mapping[str, Any], progress: Callable[[str], None]
 ) -> QuestionOfRun:
     """Return a run file as input of the planner. Fields of a `Request` in `options` replace the
     run's; `progress` receives the name of each measurement on this machine.
@@ -151,14 +151,14 @@ def question_of_run(
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
     run = replace(run, model=with_base(model)[0])
-    gpus = asked.get("gpus")
+    gpus = options.get("gpus")
     if gpus is not None and gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus}")
-    machine = asked.get("machine", HERE)
+    machine = options.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
     config, packed = _model(run)
-    run = _with_optimizer(run, asked)
+    run = _with_optimizer(run, options)
     own = {"optimizer": run.optimizer.states.value, "margin": run.margin}
     own["loss"] = run.objective.kind
     question = Request(
@@ -171,15 +171,15 @@ def question_of_run(
         dtype=run.model.dtype.value,
         sparse=run.pages(),
         kernels=run.kernels,
-        **{**own, **asked, "machine": machine, "gpus": 1},
+        **{**own, **options, "machine": machine, "gpus": 1},
     ).question()
-    if not {"loss", "reference"} & asked.keys():
+    if not {"loss", "reference"} & options.keys():
         question = replace(question, loss=run.objective.planned())
     if run.model.path is not None:
         question = replace(question, model=replace(question.model, name=run.model.path))
-    if "host_memory" in asked:
+    if "host_memory" in options:
         run = replace(run, host_memory=None)
-    if "optimizer" not in asked or asked["optimizer"] == AUTO:
+    if "optimizer" not in options or options["optimizer"] == AUTO:
         question = replace(question, open=open_of(run))
     return QuestionOfRun(run, _for_devices(run, question, gpus))
 
@@ -213,13 +213,13 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     return profiles_of_model(blank, model.path or config.model_type), packed
 
 
-def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
+def _with_optimizer(run: RunConfig, options: Mapping[str, Any]) -> RunConfig:
     """Return the run with the optimizer in `options`, if a run file can express it."""
-    if "optimizer" not in asked:
+    if "optimizer" not in options:
         return run
-    given = asked["optimizer"]
+    name = options["optimizer"]
     places = {str(optimizer): place for place, optimizer in PLANNED.items()}
-    known = given if given in tuple(StatesPlace) else places.get(given, StatesPlace.AUTO)
+    known = name if name in tuple(StatesPlace) else places.get(name, StatesPlace.AUTO)
     return replace(run, optimizer=replace(run.optimizer, states=StatesPlace(known)))
 
 
@@ -244,11 +244,11 @@ def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Questi
     return as_run(shared)
 
 
-def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
+def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
     """Return the layout of ranks that the run would have on `gpus` devices."""
-    if isinstance(given, Parallel):
-        return given.layout(gpus or given.asked())
-    if given is None and gpus is None:
+    if isinstance(parallel, Parallel):
+        return parallel.layout(gpus or parallel.asked())
+    if parallel is None and gpus is None:
         return ALONE
     return sequence_layout(model, gpus or machine.devices)
 

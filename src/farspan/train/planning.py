@@ -119,21 +119,21 @@ class FreeMemory:
         return replace(machine, device_bytes=mine, host_bytes=host)
 
 
-def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
+def free_now(device: torch.device, used: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
     """Return the memory that this process can use now, with what it already uses: on a CPU `used`
     bytes in each of the `ranks` processes on this machine; on a GPU the memory that torch has
     reserved, and `on_host` bytes of main memory per process."""
     host = available_host_bytes()
     if device.type == "cpu":
-        return FreeMemory(0, host + ranks * held)
+        return FreeMemory(0, host + ranks * used)
     free, _ = torch.cuda.mem_get_info(device)
     return FreeMemory(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
 
 
-def least_free(world: DistributedContext, held: int, on_host: int) -> FreeMemory:
+def least_free(world: DistributedContext, used: int, on_host: int) -> FreeMemory:
     """Return the free memory of the rank that has the least, for steps that all ranks share. All
     ranks call this; `used` and `on_host` are as for `free_now`."""
-    mine = free_now(world.device, held, on_host, world.local_size)
+    mine = free_now(world.device, used, on_host, world.local_size)
     return FreeMemory(world.minimum(mine.device), world.minimum(mine.host))
 
 
@@ -597,17 +597,17 @@ def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str,
     }
 
 
-def choice_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:
+def choice_json(choice: Choice, written: Schedule, layout: Layout) -> dict[str, Any]:
     """Return a choice and the planner's plan as JSON, from which `recall_plan` restores the choice.
     `written` is the run file's schedule, if the planner did not choose."""
-    found: dict[str, Any] = {"asked": to_mapping(asked), "layout": asdict(layout)}
+    values: dict[str, Any] = {"asked": to_mapping(written), "layout": asdict(layout)}
     if choice.plan is not None:
-        found = choice.plan.to_json()
-    return found | {"strategy": choice.strategy, "fields": to_mapping(choice.schedule)}
+        values = choice.plan.to_json()
+    return values | {"strategy": choice.strategy, "fields": to_mapping(choice.schedule)}
 
 
 def recall_plan(
-    known: dict[str, Any] | None,
+    record: dict[str, Any] | None,
     question: Question,
     evaluate: Callable[[Question, str, Schedule], Plan],
 ) -> Choice | None:
@@ -616,19 +616,19 @@ def recall_plan(
     another layout bits change anyway, so only a sparse schedule that can run there is kept: its
     chunk is part of the attention's definition."""
     layout = question.layout
-    if known is None or known.get("machine") != question.machine.name:
+    if record is None or record.get("machine") != question.machine.name:
         return None
     try:
         # The place of weights changes no bit, and a resumed run may name another.
-        schedule = convert(Schedule, known["fields"], "fields")
+        schedule = convert(Schedule, record["fields"], "fields")
         schedule = replace(schedule, weights=question.weights)
         if schedule.sparse != question.sparse:
             return None
-        if question.sparse is None and known.get("layout") != asdict(layout):
+        if question.sparse is None and record.get("layout") != asdict(layout):
             return None
         refuse_together(schedule, layout)
         group_ranges(schedule, len(question.model.layers), layout.pipeline)
-        plan = evaluate(question, str(known["strategy"]), schedule)
+        plan = evaluate(question, str(record["strategy"]), schedule)
     except WRONG:
         return None
     return Choice(plan.strategy, schedule, "as planned before", plan)

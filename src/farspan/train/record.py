@@ -188,9 +188,9 @@ class StepRecorder:
 
         return seen
 
-    def _pass(self, walk: WatchedProgram) -> None:
-        walk.marks.append(self._mark())
-        walk.copied.append(len(self._timed()))
+    def _pass(self, executed: WatchedProgram) -> None:
+        executed.marks.append(self._mark())
+        executed.copied.append(len(self._timed()))
 
     def _timed(self) -> list[tuple[Lane, Any, Any]]:
         return (self.copies and self.copies.timed) or []
@@ -271,7 +271,7 @@ def _lane(program: Program, instruction: Instruction) -> str:
             return "compute"
 
 
-def _may_change_gradients(instruction: Instruction, known: set[object]) -> bool:
+def _may_change_gradients(instruction: Instruction, seen: set[object]) -> bool:
     """Return whether an instruction may change the bytes of `.grad`: a group's Close may, and so
     may the first backward of each layer. Adds to `seen`, the kinds and layers seen so far."""
     if isinstance(instruction, Close):
@@ -279,19 +279,19 @@ def _may_change_gradients(instruction: Instruction, known: set[object]) -> bool:
     if not isinstance(instruction, Backward | Head | EmbedBackward):
         return False
     key = type(instruction), getattr(instruction, "layer", None)
-    known_before = key in known
-    known.add(key)
-    return not known_before
+    seen_before = key in seen
+    seen.add(key)
+    return not seen_before
 
 
 # -- as JSON ---------------------------------------------------------------------------------------
 
 
 def memory_json(
-    walk: WatchedProgram,
-    at: StepFrames,
+    executed: WatchedProgram,
+    frames: StepFrames,
     expected: Expected,
-    held: Mapping[str, int],
+    before: Mapping[str, int],
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
@@ -299,49 +299,49 @@ def memory_json(
     report's drawing, at that frame's highest peak. `before` are the device's bytes before the step
     (on a CPU, those of main memory), and `peak` is the measured peak above these."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
-    places = _fullest(walk.peaks, at)
-    buffers = _buffers(walk.program, tiers, places)
-    arena = sum(walk.program.arena_bytes[tier] for tier in tiers)
-    fixed = {**held, **_fixed_parts(expected.parts, tiers)}
+    places = _fullest(executed.peaks, frames)
+    buffers = _buffers(executed.program, tiers, places)
+    arena = sum(executed.program.arena_bytes[tier] for tier in tiers)
+    fixed = {**before, **_fixed_parts(expected.parts, tiers)}
     gaps = {"placement": arena - sum(buffers.values(), np.zeros(len(places), np.int64))}
-    gradients = np.array(walk.gradients, np.int64)[places]
-    rest = np.array(walk.peaks, np.int64)[places] - arena - gradients
-    measured = {**held, **gaps, **buffers, "gradients": gradients, "cells": np.maximum(rest, 0)}
+    gradients = np.array(executed.gradients, np.int64)[places]
+    rest = np.array(executed.peaks, np.int64)[places] - arena - gradients
+    measured = {**before, **gaps, **buffers, "gradients": gradients, "cells": np.maximum(rest, 0)}
     values: dict[str, Any] = {
         "tier": "main memory" if device.type == "cpu" else "device memory",
         "planned": {
             "peak": sum(fixed.values()) + arena,
             "parts": _nonzero({**fixed, **gaps, **buffers}),
         },
-        "measured": {"peak": sum(held.values()) + peak, "parts": _nonzero(measured)},
+        "measured": {"peak": sum(before.values()) + peak, "parts": _nonzero(measured)},
     }
     if device.type != "cpu":
-        there = _buffers(walk.program, (Tier.HOST,), places)
+        there = _buffers(executed.program, (Tier.HOST,), places)
         values["host"] = _nonzero({**dict(_on_host(expected.parts)), **there})
     return values
 
 
-def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
+def _fullest(peaks: Sequence[int], frames: StepFrames) -> Bytes:
     """Return for each frame the index of its instruction with the highest peak bytes."""
     values, tops, start = np.array(peaks, np.int64), list[int](), 0
-    for end in at.ends:
+    for end in frames.ends:
         stop = min(end, len(values))
         tops.append(start + int(values[start:stop].argmax()) if stop > start else len(values) - 1)
         start = stop
     return np.array(tops, np.int64)
 
 
-def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, Bytes]:
+def _buffers(program: Program, tiers: tuple[Tier, ...], indices: Bytes) -> dict[str, Bytes]:
     """Return the bytes of live buffers, by kind, at each of the instruction numbers `indices`."""
     changes: dict[str, Bytes] = {}
     for buffer in program.buffers.values():
         if buffer.tier in tiers:
-            own = changes.setdefault(
+            change = changes.setdefault(
                 buffer.kind.value, np.zeros(len(program.instructions) + 1, np.int64)
             )
-            own[buffer.born] += buffer.bytes
-            own[buffer.dies] -= buffer.bytes
-    return {kind: np.cumsum(change)[at] for kind, change in changes.items()}
+            change[buffer.born] += buffer.bytes
+            change[buffer.dies] -= buffer.bytes
+    return {kind: np.cumsum(change)[indices] for kind, change in changes.items()}
 
 
 def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
@@ -386,12 +386,12 @@ def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> d
     return spans_json(recorder.spans(), words, rank + 1)
 
 
-def drawn_json(walk: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
+def drawn_json(executed: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
     """Return the frames in which the report draws an executed program, and their measured times, as
     `farspan.report.plan_page` expects them."""
-    first, *_ = walk.marks
-    begins = {index: _between(first, mark) for index, mark in enumerate(walk.marks[:-1])}
-    return drawn_walk(walk.program, begins, _between(first, walk.marks[-1]))
+    first, *_ = executed.marks
+    begins = {index: _between(first, mark) for index, mark in enumerate(executed.marks[:-1])}
+    return drawn_walk(executed.program, begins, _between(first, executed.marks[-1]))
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:

@@ -451,7 +451,7 @@ def capture_rng() -> dict[str, Tensor]:
     return states
 
 
-def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -> None:
+def restore_rng(states: Mapping[str, Tensor], device: torch.device | None = None) -> None:
     """Restore the states of `capture_rng` on the devices that exist. `device` is the rank's GPU; it
     gets the state of the first GPU, which is rank 0's."""
     torch.set_rng_state(states["cpu"])
@@ -459,8 +459,8 @@ def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -
     for index in range(count):
         if f"cuda:{index}" in states:
             torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
-    if own is not None and (own.index or 0) > 0 and "cuda:0" in states and count > 0:
-        torch.cuda.set_rng_state(states["cuda:0"], own)
+    if device is not None and (device.index or 0) > 0 and "cuda:0" in states and count > 0:
+        torch.cuda.set_rng_state(states["cuda:0"], device)
 
 
 @dataclass(slots=True)

@@ -225,11 +225,11 @@ def _check_data(
 
 
 def _check_window(
-    run: RunConfig, model: Any, other: Any, opened: OpenedSource, store: TokenStore
+    run: RunConfig, model: Any, reference: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
     """Refuse the documents that a stream holds in memory if the model or `reference` (None: no
     second model) does not support them, naming the document. Raises UnsupportedError."""
-    for limited in [model] if other is None else [model, other]:
+    for limited in [model] if reference is None else [model, reference]:
         place = ""
         try:
             place = store.place_of(int((store.tokens == store.largest).argmax()))
@@ -463,8 +463,7 @@ def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model:
 def shard_model(
     run: RunConfig, components: Components, model: Any, world: DistributedContext
 ) -> ShardedModel | None:
-    """Distribute a model that rank 0 has loaded, in place. Returns None if each rank has all of
-    it."""
+    """Distribute a model that rank 0 has loaded, in place. Returns None if ranks keep it whole."""
     if world.ranks is None:
         return None
     if not is_sharded(run, world.layout):

@@ -401,16 +401,15 @@ class ScratchFile:
         """Start to write uint8 `memory` to the file, beginning at byte `address`."""
         return self._pool.submit(self._move, os.pwritev, memory, address)
 
-    def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, at: int) -> None:
-        """Read or write all bytes, in calls that may move fewer (at most 2 GiB). Raises
-        WriteFailed."""
+    def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, start: int) -> None:
+        """Read or write all bytes; one call may move fewer, at most 2 GiB. Raises WriteFailed."""
         left = memoryview(memory.numpy())  # type: ignore[arg-type]
         try:
             while left:
-                moved = call(self._number, [left], at)
+                moved = call(self._number, [left], start)
                 if not moved:
                     raise OSError("the file ends too early")
-                left, at = left[moved:], at + moved
+                left, start = left[moved:], start + moved
         except OSError as error:
             reason = error.strerror or str(error)
             if call is os.preadv:
@@ -427,21 +426,21 @@ class ScratchFile:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
-    def rates(self, slab: Tensor) -> tuple[float, float]:
+    def rates(self, buffer: Tensor) -> tuple[float, float]:
         """Measure the bytes per second written and read by as many requests as an update has. The
         file's first bytes are zeros afterwards. `buffer` is of uint8 and whole sectors."""
-        size = min(len(slab), self.size, TRIED)
+        size = min(len(buffer), self.size, TRIED)
         extent = sectors(-(-size // THREADS))
-        slab[:size].random_(generator=torch.Generator())  # the run's own generator stays unchanged
+        buffer[:size].random_(generator=torch.Generator())  # the run's generator is unchanged
 
         def move(begin: Callable[[Tensor, int], "Future[None]"]) -> float:
             began, places = time.perf_counter(), range(0, size, extent)
-            requests = [begin(slab[at : min(at + extent, size)], at) for at in places]
+            requests = [begin(buffer[at : min(at + extent, size)], at) for at in places]
             settle(requests)
             return size / (time.perf_counter() - began)
 
         written, read = move(self.write), move(self.read)
-        slab[:size].zero_()
+        buffer[:size].zero_()
         move(self.write)
         return written, read
 
@@ -521,8 +520,7 @@ class DiskStates(HostStates):
             self._states[key] = part.view(dtype).view(shape)
 
     def describe(self) -> str:
-        """Return words for the states' folder, measured speeds, and the drive's seconds per
-        update."""
+        """Return words for the states' folder, measured speeds, and the drive's time per update."""
         size, (written, read) = self._file.size, self._rates
         how = "" if self._file.direct else ", through the page cache: no direct I/O there"
         return (
@@ -579,7 +577,7 @@ MEASURED, PASSES = 2**27, 3  # elements of the measured states (1.6 GB), and pas
 
 def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:
     """Measure the bytes per second that the drive of a folder reads and writes together: the median
-    of several updates without computation. Raises UnsupportedError (also without direct I/O),
+    of several updates without computation. Raises UnsupportedError, also without direct I/O, and
     WriteFailed."""
     weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
     config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))

@@ -552,9 +552,9 @@ class Batches:
         """Return the number of document tokens in these batches, over all replicas."""
         return self.over_replicas(sum(m.batch.tokens for m in micros))
 
-    def over_replicas(self, own: int) -> int:
+    def over_replicas(self, number: int) -> int:
         """Return the sum over all replicas of a number that each replica passes."""
-        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
+        return number if self.replicas == 1 else self.ctx.world.sum_over_replicas(number)
 
     def of(self, number: int) -> Micro:
         """Return this replica's batch `number`, counted from the start of the run."""

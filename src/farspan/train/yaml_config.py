@@ -156,13 +156,13 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
     return value
 
 
-def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
+def with_settings(mapping: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
     """Return the plain values of a file for the dataclass `kind`, changed by `settings`.
 
     A setting is KEY=VALUE: a dotted path, with numbers for list items, and a YAML value. Raises
     UnsupportedError naming the setting.
     """
-    values = in_plain_values(given)
+    values = in_plain_values(mapping)
     if settings:
         values = to_mapping(values)  # a copy: YAML may have one object under two keys
     for setting in settings:
@@ -227,8 +227,7 @@ def write_mapping(values: Mapping[str, Any]) -> str:
 
 
 def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
-    """Return an instance of the dataclass `kind`. Raises UnsupportedError naming the field's
-    path."""
+    """Return an instance of the dataclass `kind`. Raises UnsupportedError naming the field."""
     hints = typing.get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in values:
