@@ -3,7 +3,7 @@
 Saved by a single process; manifest.json lists size and SHA-256 of the other files:
 
     step-00000120/model.safetensors, optimizer.safetensors, rng.safetensors, state.json,
-manifest.json
+                  manifest.json
 
 Saved by several ranks; tensors.json lists each tensor's boxes, and size and SHA-256 of the files:
 

@@ -250,7 +250,7 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the checkpoint's list after all ranks' files, and publish it. Raises WriteFailed."""
+    """When all ranks have written, write the list and publish the folder. Raises WriteFailed."""
     named = {name: form for rank_forms in forms for name, form in rank_forms.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -327,7 +327,7 @@ def is_name(file: object) -> bool:
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return a listed tensor's dtype and shape. Raises KeyError, TypeError, ValueError."""
+    """Read dtype and shape from a tensor's entry. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")
@@ -443,7 +443,8 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box on this rank: `here` in its tensor, `there` in the box."""
+    """Yield the regions of a saved box that this rank holds, in its tensor (`here`) and in the box
+    (`there`)."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)

@@ -133,7 +133,6 @@ class Restored:
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name for the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
@@ -208,8 +207,8 @@ def _is_in_the_way(path: Path) -> bool:
 
 
 def _make_way(path: Path, spared: set[str]) -> None:
-    """Free the path of a checkpoint that is about to be written. If `spared` has its name, an
-    earlier checkpoint is there, which is renamed and leaves `spared`. Raises WriteFailed."""
+    """Free the path of a checkpoint that is about to be written: rename an earlier checkpoint there
+    if `spared` contains its name, which is then removed from it. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
     if path.name in spared:
         _set_aside(path)
@@ -330,7 +329,8 @@ class Saver:
         return restored
 
     def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
-        """Write the checkpoint of `step`, whole or not at all; then `prune`. Raises WriteFailed."""
+        """Write the checkpoint of `step`, whole or not at all; call `prune` next. Raises
+        WriteFailed."""
         path, own = folder / folder_name(step), {}
         for name in set(_generators(self._among).values()) & rng.keys():
             key = _own(self._among.number) + name.partition(":")[0]
@@ -411,8 +411,8 @@ def _own(number: int) -> str:
 
 
 def _generators(world: DistributedContext) -> dict[str, str]:
-    """Return the names of a rank's random generators: in the process, by name in a checkpoint.
-    Checkpoints of one process used the process's names before version 0.2."""
+    """Return a rank's random generators as a map from names in a checkpoint to names in the
+    process; checkpoints of one process used the latter before version 0.2."""
     if world.device.type == "cpu":
         return {"cpu": "cpu"}
     gpu = f"cuda:{world.device.index or 0}"
@@ -578,8 +578,8 @@ def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] |
 
 
 def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
-    """Gather every weight of this rank's pipeline stage, one unit on the device at a time; all
-    ranks call it. Only the stage's first rank calls `keep`, with each name and weight."""
+    """Gather every weight of this rank's pipeline stage, one FSDP unit on the device at a time; all
+    ranks call it. Only the stage's first rank calls `keep`, with each name and whole weight."""
     speaks = first_of_stage(sharded_model)
     for name, part in sharded_model.sharded.wholes():
         whole = part if sharded_model.tensor is None else sharded_model.tensor.whole(name, part)
@@ -593,7 +593,7 @@ def first_of_stage(sharded_model: ShardedModel) -> bool:
 
 
 def _in_order(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights under all their names: tied weights have several names for one tensor."""
+    """Return the weights under all their names, in the model's order: a tied weight has several."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {name: weights[named.get(name, name)] for name in model.state_dict(keep_vars=True)}

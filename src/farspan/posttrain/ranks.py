@@ -80,7 +80,8 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return number
 
         def gather(self, tensor: Any) -> Any:
-            """Gather the tensors of the first rank of each replica, in order."""
+            """Gather the tensors of the first rank of each replica, in the order of the
+            replicas."""
 
             def chosen(gathered: Tensor) -> Tensor:
                 return gathered.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
@@ -93,7 +94,8 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """Run backward on the loss divided by replicas: a step sums gradients."""
+            """Run backward on the loss divided by the number of replicas: a farspan step sums
+            gradients over replicas, where the Trainer expects their mean."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas

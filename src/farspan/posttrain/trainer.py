@@ -5,7 +5,8 @@
 Everything but the forward and backward stays the Trainer's: data, optimizer, learning rate
 schedule, clipping, logging, callbacks and checkpoints. A plain Trainer's loss is computed by the
 step, in one pass. TRL's trainers compute their own losses and metrics from their model's outputs:
-the forward of that model is replaced by a step's values, whose backward is the rest of the step.
+here the model's forward returns outputs that a step computes, and their backward runs the rest of
+that step.
 """
 
 import copy

@@ -63,7 +63,7 @@ class DeviceAllocator(StrEnum):
 
 
 class StatesPlace(StrEnum):
-    """Memory in which AdamW's states are kept, and their width in bits."""
+    """Place and width of AdamW's states."""
 
     AUTO = "auto"  # the device if they fit next to the step, else the host
     DEVICE = "device"  # fp32 masters and moments on the device

@@ -16,7 +16,7 @@ Clock = Callable[[], float]  # seconds, from any origin
 
 
 class Pace:
-    """Speed of a run and its remaining time."""
+    """Clock that measures the speed of a run and estimates its remaining time."""
 
     def __init__(self, steps: int, tokens_per_step: int, clock: Clock = time.monotonic) -> None:
         self._steps = steps
@@ -59,7 +59,7 @@ class Pace:
 
 
 class Countdown:
-    """Remaining time of an evaluation."""
+    """Clock that estimates the remaining time of an evaluation."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -243,14 +243,15 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """Return the margin and accuracy of chosen over rejected answers as text, or ""."""
+    """Return the margin and accuracy of chosen over rejected answers as text, or "" without
+    pairs."""
     if f"{prefix}margin" not in values:
         return ""
     return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
 
 
 def _attention(values: Mapping[str, Any]) -> str:
-    """Return the kind of attention behind a loss as text, or "" for exact attention."""
+    """Return words for the sparse attention of a step, or "" for exact attention."""
     if "attention" not in values:
         return ""
     mass = values.get("attention_mass")
@@ -265,7 +266,6 @@ def _cells(progress: Progress, part: str = "") -> str:
 
 
 def tokenized(documents: int, tokens: int, read: object) -> str:
-    """Return the progress of tokenizing as text."""
     text = f"{write_number(documents, 'document')}, {write_number(tokens, 'token')}"
     return f"{read}: {text}" if str(read) else text
 

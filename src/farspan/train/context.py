@@ -52,7 +52,7 @@ def torch_dtype(run: RunConfig) -> torch.dtype:
 def machine_of(
     device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> MachineSpec:
-    """Measure the speeds of this machine and its device, for products in this dtype."""
+    """Measure the speeds of this machine and its device, for matrix products in this dtype."""
     return here(progress, device, [dtype])
 
 
@@ -120,7 +120,7 @@ def inspect_model(
 def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
-    """Describe a sharded model for the planner; sizes are those before sharding. Raises
+    """Describe a sharded model for the planner, with the sizes of the unsharded model. Raises
     UnsupportedError for ZeRO stages 1 and 2, and if tensor parallelism has cut weights that the
     configuration alone does not describe."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
@@ -189,7 +189,7 @@ def host_share(run: RunConfig, world: DistributedContext) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceModel:
-    """A second model, which is not trained and is sharded over ranks like the first."""
+    """A second model, which is not trained, and is sharded like the trained one."""
 
     model: Any  # a PreTrainedModel
     sharded_model: ShardedModel | None
@@ -205,7 +205,7 @@ class ReferenceModel:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Everything that a run computes with."""
+    """Everything that a run computes with: run file, ranks, data, models, optimizer, and plan."""
 
     run: RunConfig
     components: Components

@@ -39,11 +39,11 @@ WEIGHTS = ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class RepositoryTaken(Exception):
-    """A repository of the hub must not be replaced; the message says why."""
+    """Refusal to replace a repository of the hub; the message says why."""
 
 
 class PushFailed(RuntimeError):
-    """The hub did not accept a model; the message says how to upload it again."""
+    """Failed upload of a model to the hub; the message says how to repeat it."""
 
 
 def refuse_login(hub: HubConfig | None) -> None:

@@ -174,7 +174,7 @@ class Placed:
     plan: Plan | None = None  # plan that chose the place
 
     def describe(self) -> str:
-        """Return the place and the reason for the run's opening lines."""
+        """Return the place and the reason as text for the messages at the start of a run."""
         return f"{WHERE[self.states]} ({self.reason})"
 
 

@@ -54,7 +54,7 @@ class _LogProbLoss:
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, updates: int) -> None:
-        """Compute values that the loss needs before training, which continues after `updates`."""
+        """Compute values that the loss needs before training; `updates` were done earlier."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
         """Run forward and backward on a batch, and return its share of the loss and metrics."""
@@ -87,8 +87,8 @@ class _LogProbLoss:
 
     @contextmanager
     def detached(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run the block's forwards without gradients, and not as progress of the update; a stop
-        signal still ends them between two cells."""
+        """Run the block's forwards without gradients and without reporting progress of the update;
+        a stop signal still ends them between two cells."""
         reported = step.progress
         step.progress = progress or self._check
         try:
@@ -200,7 +200,7 @@ class PreferenceLoss(_LogProbLoss):
             self.ctx.world.run_on_rank0(self._write)
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
-        """Compute reference log-probabilities of every pair that is trained or evaluated."""
+        """Compute the reference's log-probabilities of every pair that is trained or evaluated."""
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
         self.observer.note(
@@ -266,7 +266,7 @@ class DistillationLoss(_LogProbLoss):
 
 
 def _pair_numbers(micro: Micro) -> tuple[int, ...]:
-    """Return the numbers of the preference pairs in the batch, row by row."""
+    """Return the numbers, counted over all data, of the batch's preference pairs, row by row."""
     return tuple(number for row in micro.batch.pairs for number in row)
 
 
@@ -303,7 +303,7 @@ SINGLE: dict[LossKind, type[_LogProbLoss]] = {LossKind.DISTILL: DistillationLoss
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> _LogProbLoss:
-    """Return the loss of a run: a PreferenceLoss for answer pairs, else its class in `SINGLE`."""
+    """Return the loss of a run: a PreferenceLoss for answer pairs, else a class of `SINGLE`."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return SINGLE[batches.ctx.run.objective.kind](batches, observer)

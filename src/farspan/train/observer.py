@@ -1,4 +1,4 @@
-"""Reports of long work to its user, and the signals that end it."""
+"""Progress reports of long work, and the signals that end it."""
 
 import signal
 import threading
@@ -32,7 +32,7 @@ class Reporter:
         """Report that the planner's measurement of `what` on this machine begins."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
-        """Begin training after `step` of `steps`; `how` is shown next to the progress."""
+        """Report that training begins after `step` of `steps`; `how` is shown with the progress."""
 
     def begin(self, step: int) -> None:
         """Report that step `step`, counted from 1, begins."""
@@ -92,7 +92,7 @@ class Interrupt:
         self._give_back(*self._before)
 
     def share(self, world: DistributedContext) -> None:
-        """Tell the other processes of `world` of signals from now on, so that all end together."""
+        """From now on tell other processes of `world` about signals, so that all end together."""
         if world.size > 1:
             self._world = world
             world.request_stop(self._signum or 0)

@@ -106,11 +106,11 @@ def fixed_bytes(budget: Budget) -> int:
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Return a schedule that takes less of the tiers than `schedule`, if possible at most
+    """Return a schedule that takes less memory of `tiers` than `schedule`, if possible at most
     RETRY_SHARE of its bytes, or None if no change saves the share WORTH.
 
-    Fields are changed one after the other, the cheapest in time first. The ranks of the question's
-    layout can run the result: pipeline stages keep their layers.
+    Fields are changed one after the other, the cheapest in time first. In a pipeline every stage
+    keeps its layers, so that its ranks can run the result.
     """
     layers = len(question.model.layers)
     before = now = needed(question, schedule, tiers)
@@ -140,8 +140,8 @@ def needed(question: Question, schedule: Schedule, tiers: Sequence[Tier]) -> int
 
 
 def _changes(question: Question, schedule: Schedule) -> dict[str, dict[str, Any]]:
-    """Return fields of the schedule with new values, by the name of the change, the cheapest in
-    time first. Chunks so short that cells take longer come last."""
+    """Return the changes to try, by name: new values of schedule fields, the cheapest in time
+    first. Chunks so short that cells take longer come last."""
     layers, tokens, host = len(question.model.layers), question.run.tokens, Tier.HOST
     largest, chunk = max(schedule.group_sizes(layers)), _half(min(schedule.chunk, tokens))
     if schedule.sparse is not None:

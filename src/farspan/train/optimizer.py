@@ -47,8 +47,7 @@ from farspan.train.staged_states import (
 class OptimizerStates(Protocol):
     """Interface of AdamW's states in one format and one place.
 
-    The constructor sets each parameter's `grad_dtype` to the dtype of `.grad` that these states
-    need.
+    The constructor sets each parameter's `grad_dtype` to the dtype of `.grad` that `update` needs.
     """
 
     def tensors(self) -> dict[str, Tensor]:

@@ -86,7 +86,7 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
 
 
 def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Return the LoraConfig that describes the adapters in a folder. Raises UnsupportedError."""
+    """Return the LoraConfig of the adapters in a folder. Raises UnsupportedError."""
     refuse_other_kinds(path, config)
     with open_tensors(path / ADAPTER_TENSORS) as file:
         names = {name.split(".lora_")[0] for name in set(file.keys()) if ".lora_" in name}
@@ -253,8 +253,8 @@ def _refuse_scale(here: LoraConfig, rank: int, alpha: float, where: Path) -> Non
 
 
 def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
-    """Copy the adapters of a folder that peft wrote into a model with adapters. Raises
-    UnsupportedError, before copying, if they do not match."""
+    """Copy adapters that peft saved in a folder to a model with adapters. Raises UnsupportedError,
+    before copying, if they do not match the model's."""
     if run.model.lora is None:
         raise UnsupportedError(
             f"start: {path} holds adapters; give model.lora to train them further"

@@ -186,8 +186,8 @@ def question_of_run(
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     """Return the model to plan for and whether its linear modules have 4-bit weights. The model is
-    its configuration, or its profiles if adapters skip some modules. Raises UnsupportedError for a
-    model that cannot be trained exactly."""
+    given by its configuration, or by profiles if adapters skip some modules. Raises
+    UnsupportedError for a model that cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -214,7 +214,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with the optimizer in `options`, if a run file can express it."""
+    """Return the run with the optimizer that `options` names, if a run file can express it."""
     if "optimizer" not in options:
         return run
     name = options["optimizer"]

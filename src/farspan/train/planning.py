@@ -120,9 +120,9 @@ class FreeMemory:
 
 
 def free_now(device: torch.device, used: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
-    """Return the memory that this process can use now, with what it already uses: on a CPU `used`
-    bytes in each of the `ranks` processes on this machine; on a GPU the memory that torch has
-    reserved, and `on_host` bytes of main memory per process."""
+    """Return the memory that this process can use now, including what it already uses: on a CPU
+    `used` bytes in each of the `ranks` processes on this machine; on a GPU the memory that torch
+    has reserved, and `on_host` bytes of main memory per process."""
     host = available_host_bytes()
     if device.type == "cpu":
         return FreeMemory(0, host + ranks * used)
@@ -264,7 +264,8 @@ class SchedulePolicy:
 
 
 def _reused(plan: Plan | None, question: Question) -> Plan | None:
-    """Return a plan as the plan for `question`, if it is for the same step and has as much room."""
+    """Return `plan` as the plan for `question`, or None if it is for another step or would have
+    less room there than before."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -405,7 +406,6 @@ def _world_of(device: torch.device, sharded: ShardedModel | None) -> Distributed
 
 
 def _local_bytes(weight: torch.Tensor) -> int:
-    """Return the bytes of this rank's part of a weight."""
     return 0 if weight.is_meta else local(weight).nbytes
 
 

@@ -133,7 +133,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    """Return this node's hardware; bytes are those of each device and of main memory."""
+    """Return this node's hardware, with the bytes of each device and of main memory."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.cuda.get_device_properties(0) if gpus else None
     return {
@@ -227,7 +227,7 @@ class StepRecorder:
 
     def spans(self) -> Iterator[tuple[Program, Span]]:
         """Yield each program with a time span, in seconds since the first program began, in which
-        an instruction, copy or update kept a queue (such as `compute` or `fetch`) busy."""
+        one instruction, copy or update kept a queue (such as `compute` or `fetch`) busy."""
         first, timed = self.walks[0].marks[0], self._timed()
         for walk in self.walks:
             for index, instruction in enumerate(walk.program.instructions):
@@ -295,9 +295,9 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause: one number, or one per frame of the
-    report's drawing, at that frame's highest peak. `before` are the device's bytes before the step
-    (on a CPU, those of main memory), and `peak` is the measured peak above these."""
+    """Return planned and measured bytes of a step by cause. A value is one number, or one per frame
+    of the report's drawing, at that frame's highest peak. `before` are the device's bytes before
+    the step (on a CPU, those of main memory), and `peak` is the measured peak above these."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(executed.peaks, frames)
     buffers = _buffers(executed.program, tiers, places)

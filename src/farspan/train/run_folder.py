@@ -7,7 +7,7 @@ plan.json        only with strategy auto: the planner's choice and its predictio
 shortage.json    only after a rank ran out of memory within a shared step: its schedule; the next
                  start takes a lighter one
 comparison.json  only with strategy auto: predictions and measurements
-step.json        one step in detail: its walk over the cells, memory by cause, seconds by work
+step.json        one step in detail: the order of its cells, memory by cause, seconds by work
 history.json     each part of the run: command, machine, versions, start and end
 report.html      all of the above as one page, written when `farspan train` ends
 windows.json     only with data.streaming: digests of the windows that were read, by source
@@ -428,7 +428,7 @@ def diagnosis_json(
     loss: float,
     norm: float | None,
 ) -> dict[str, Any]:
-    """Return diagnosis.json without the batches; `norm` is None for a loss of held-out text."""
+    """Return what diagnosis.json holds, except batches; `norm` is None for a held-out loss."""
     return {
         "step": step,
         "not_finite": "held-out loss" if norm is None else finding.kind,

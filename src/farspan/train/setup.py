@@ -84,8 +84,8 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
-    """Return the run with its tokenizer filled in (the model's, or bytes for random weights), and
-    the number of replicas among `ranks` ranks (None: no torchrun). Raises UnsupportedError."""
+    """Return the run with its tokenizer (by default the model's, or bytes for random weights) and
+    the replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -108,8 +108,8 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
 
 
 def _warn_of_positions(blank: Any, context: int, observer: Observer) -> None:
-    """Warn that the context exceeds the model's positions. Documents that are too long can be
-    refused only after the data are read."""
+    """Warn if the context exceeds the model's positions. Documents that are too long can be refused
+    only after the data are read."""
     limit = context_limit(blank)
     if limit is not None and context > limit:
         observer.note(
@@ -125,8 +125,9 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Make the context of a run, but no engine, and lay out the ranks. `about` is the about.json of
-    an earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
+    """Make the context of a run (all it computes with but the engine), and lay out the ranks.
+    `about` is the about.json of an earlier part of the run. Raises UnsupportedError, and
+    Interrupted during tokenization."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # fail before loading the model
     memory = components.choose_allocator(run.allocator, world.device)
@@ -227,8 +228,8 @@ def _check_data(
 def _check_window(
     run: RunConfig, model: Any, reference: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
-    """Refuse the documents that a stream holds in memory if the model or `reference` (None: no
-    second model) does not support them, naming the document. Raises UnsupportedError."""
+    """Raise UnsupportedError, naming the document, if the model or `reference` (None: no second
+    model) does not support a document that a stream holds in memory."""
     for limited in [model] if reference is None else [model, reference]:
         place = ""
         try:
@@ -327,7 +328,7 @@ def load_run_tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def embedded_rows(run: RunConfig) -> int:
-    """Return the embedding rows that the run needs if it resizes them, else 0."""
+    """Return how many embedding rows the run needs if it resizes the embeddings, else 0."""
     return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 

@@ -25,13 +25,13 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 
 
 def marks(run: RunConfig) -> dict[str, str]:
-    """Return the keys that mark each output of a sparse run as such; empty for dense attention."""
+    """Return JSON keys that mark a run's outputs as made with sparse attention, else none."""
     return {} if run.sparse is None else {"attention": "sparse"}
 
 
 def hides(run: RunConfig) -> bool:
-    """Return whether a query of this run may miss a token that dense attention would show, with
-    chunks of one page: these have the most pages to choose from, and a retry may use them."""
+    """Return whether a query of this run may miss a token that dense attention shows it. Computed
+    for chunks of one page, which have the most pages to choose from: a retry may use them."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -62,7 +62,7 @@ def what_changes(run: RunConfig, change: str) -> str:
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return a clause that says how a changed chunk alters sparse attention, else ""."""
+    """Return a clause that says how a changed chunk alters sparse attention; "" if not at all."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
@@ -73,8 +73,8 @@ def other_chunk(before: int | None, now: Schedule) -> str:
 
 def fraction_of(config: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
     """Return the selector that keeps a fixed share of pages, or None if the run file sets no
-    sparsity. Raises UnsupportedError if that share exceeds the budget, for chunks of one page, to
-    which a run short of memory may change."""
+    sparsity. Raises UnsupportedError if that share is more than the budget. The check assumes
+    chunks of one page, to which a run short of memory may change."""
     sparse = schedule.sparse
     if sparse is None or config is None or config.sparsity is None:
         return None

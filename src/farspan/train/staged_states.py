@@ -19,10 +19,11 @@ vanishes with the process, however that ends, and nothing resumes from it. Check
 restore it through a mapping, whose pages the kernel takes back.
 
 Note: [A gradient that has not arrived]. The CPU waits for the event after a slice's copies before
-it reads their buffer. Note: [A weight that has not left]. A buffer's weight is overwritten (by the
-CPU, or by an evict if the parameter has no master) only after the event of the last fetch that read
-it. Note: [A mapping and direct reads]. Writes through the mapping are flushed before a slice is
-read past the page cache; the kernel drops pages that are written past the cache.
+it reads their buffer.
+Note: [A weight that has not left]. A buffer's weight is overwritten (by the CPU, or by an evict if
+the parameter has no master) only after the event of the last fetch that read it.
+Note: [A mapping and direct reads]. Writes through the mapping are flushed before a slice is read
+past the page cache; the kernel drops pages that are written past the cache.
 """
 
 import fcntl
@@ -281,7 +282,7 @@ class HostStates:
 
     def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
         """Yield the states of each slice in main memory: the master copy, if any, and both moments.
-        They may be overwritten when the next ones are requested."""
+        The tensors may be overwritten when those of the next slice are requested."""
         for piece in pieces:
             yield [_part(self._states[key], piece) for key in self._keys(piece.name)]
 

@@ -137,7 +137,7 @@ class TrainingResult:
 
 
 class StepRunner:
-    """Owner of the engine, which is made when it is first needed.
+    """Owner of the engine, a `farspan.Step` that is made when it is first needed.
 
     Invariant: a returned result was computed by one schedule from beginning to end.
     """
@@ -238,8 +238,8 @@ class StepRunner:
 
     def took(self, seconds: float) -> dict[str, int]:
         """Note the seconds of a finished step and write its records. Return values for
-        metrics.jsonl: after a schedule's first step (on a CPU also after its second) the predicted
-        and measured peak bytes, later nothing."""
+        metrics.jsonl: the predicted and measured peak bytes after a schedule's first step (on a CPU
+        also its second), later nothing."""
         found, self._measured = self._measured, {}
         metered = bool(found)
         if not self._seconds and self._ctx.device.type == "cpu":
@@ -259,7 +259,7 @@ class StepRunner:
     def _look_at_process(self, predicted: int | None) -> dict[str, int]:
         """Return planned and peak bytes of the process for metrics.jsonl, after each of the first
         two steps on a CPU: the first step writes gradients and states mostly after its peak.
-        `predicted` are the first step's bytes, or None in the second step."""
+        `predicted` are bytes of the first step; None in the second."""
         self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
         if predicted is not None:
             self._planned = self._ctx.held_bytes() + predicted
@@ -446,7 +446,7 @@ class StepRunner:
 
 
 def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
-    """Return an out-of-memory condition and the next schedule for metrics.jsonl."""
+    """Return an out-of-memory error and the next schedule as values for metrics.jsonl."""
     return {
         "out_of_memory": shortage.tier.value,
         "message": shortage.message,
@@ -455,7 +455,7 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 
 def _values_of(loss: LossConfig) -> dict[str, Any]:
-    """Return the argument `values` of `expect_memory`: log-probabilities kept per token."""
+    """Return `values` for `expect_memory`: how many log-probabilities the loss keeps per token."""
     if loss.kind is LossKind.SFT:
         return {}
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}
@@ -505,8 +505,9 @@ class Micro:
 
 
 class Batches:
-    """Batches of a run, in order. With D replicas, their batches number n together hold sequences n
-    * D * batch to (n + 1) * D * batch, those of one replica with a batch of D * batch."""
+    """Batches of a run, in order. With D replicas, their batches number n together hold the
+    sequences from n * D * batch to (n + 1) * D * batch: an update reads the same as one replica
+    with a batch of D * batch."""
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx

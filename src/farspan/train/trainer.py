@@ -190,7 +190,7 @@ class TrainingLoop:
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call a method of each callback. If one raises, saves a checkpoint first."""
+        """Call a method of each callback. If a callback raises, first save a checkpoint."""
         if not self._callbacks.any:
             return
         try:
@@ -285,7 +285,8 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the latest checkpoint, or with `start.states` one of the run named in `start`."""
+        """Restore the latest checkpoint or, with `start.states`, one of the run that `start`
+        names."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -409,7 +410,8 @@ class TrainingLoop:
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
-        held-out data. Returns which one if the run skips it; else saves, and raises Diverged."""
+        held-out data. Returns which of them if the run skips it; else saves, and raises
+        Diverged."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.
