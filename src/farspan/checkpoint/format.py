@@ -79,7 +79,8 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """A box of a tensor, its place in a file, and its digest `xxh3` (None: already verified)."""
+    """A box (range of indices per axis) of a tensor, where a file stores it, and its digest `xxh3`,
+    which is None once verified."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -90,7 +91,7 @@ class SavedBox:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor in a checkpoint, as boxes that cover it."""
+    """A tensor in a checkpoint, as boxes (ranges of indices per axis) that cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -202,8 +203,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, ShardRegion]]:
-    """Return the boxes that this rank writes. One of the ranks that hold a box writes it, such that
-    all write about equally many bytes."""
+    """Return the boxes that this rank writes. Each box is written by one of the ranks that hold it,
+    such that all ranks write about equally many bytes."""
     boxes = {
         _key(name, box.there): (name, box)
         for name, (tensor, place) in entries.items()
@@ -327,7 +328,7 @@ def is_name(file: object) -> bool:
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Read dtype and shape from a tensor's entry. Raises KeyError, TypeError, ValueError."""
+    """Read dtype and shape from a list's entry. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")

@@ -322,14 +322,14 @@ class Saver:
         return self._restored(self._together(latest, "reading a checkpoint"))
 
     def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Restore the checkpoint at `path`, of any run. Raises UnsupportedError."""
+        """Restore the checkpoint at `path`, also of another run. Raises UnsupportedError."""
         read = partial(self._read, path, expected)
         restored = self._restored(self._together(read, "reading a checkpoint"))
         assert restored is not None
         return restored
 
     def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
-        """Write the checkpoint of `step`, whole or not at all; call `prune` next. Raises
+        """Write the checkpoint of `step`, whole or not at all. Call `prune` next. Raises
         WriteFailed."""
         path, own = folder / folder_name(step), {}
         for name in set(_generators(self._among).values()) & rng.keys():
@@ -357,7 +357,7 @@ class Saver:
         self._world.run_on_rank0(remove)
 
     def weights(self) -> Tensors | None:
-        """Return the whole weights on rank 0 if the model holds only parts of them; else None."""
+        """Return the whole weights on rank 0 if ranks hold only parts of them; otherwise None."""
         return None if self._gather is None else self._gather()
 
     def _together(self, work: Callable[[], T], what: str) -> T:
@@ -420,7 +420,7 @@ def _generators(world: DistributedContext) -> dict[str, str]:
 
 
 def refuse_apart(folder: Path, world: DistributedContext) -> None:
-    """Raise UnsupportedError on all ranks if one does not see rank 0's files under `folder`."""
+    """Raise UnsupportedError on all ranks if one cannot see rank 0's files under `folder`."""
 
     def write() -> Path:
         path = folder / f"{PARTIAL}{secrets.token_hex(8)}"

@@ -80,8 +80,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return number
 
         def gather(self, tensor: Any) -> Any:
-            """Gather the tensors of the first rank of each replica, in the order of the
-            replicas."""
+            """Gather the tensors of each replica's first rank, in the replicas' order."""
 
             def chosen(gathered: Tensor) -> Tensor:
                 return gathered.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
@@ -94,16 +93,14 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """Run backward on the loss divided by the number of replicas: a farspan step sums
-            gradients over replicas, where the Trainer expects their mean."""
+            """Run backward on the replicas' mean loss: a farspan step sums their gradients."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas
 
 
 def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
-    """Give every rank of a pipeline the gradients of all layers; before, each rank has only those
-    of its own stage."""
+    """Give every rank of a pipeline the gradients of all layers, not only its own stage's."""
     peers = ranks.among("pipeline")
     if peers.size == 1:
         return
@@ -118,8 +115,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Set requires_grad inside the block to its values when the parameters were sharded: peft
-    freezes adapters while it switches them off."""
+    """Inside the block, set every requires_grad to its value from when the parameters were sharded:
+    peft freezes adapters while it switches them off."""
     with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
 

@@ -5,8 +5,7 @@
 Everything but the forward and backward stays the Trainer's: data, optimizer, learning rate
 schedule, clipping, logging, callbacks and checkpoints. A plain Trainer's loss is computed by the
 step, in one pass. TRL's trainers compute their own losses and metrics from their model's outputs:
-here the model's forward returns outputs that a step computes, and their backward runs the rest of
-that step.
+here a step computes these outputs, and their backward runs the rest of the step.
 """
 
 import copy
@@ -325,8 +324,7 @@ class LongContext:
         return step
 
     def _count_draws(self) -> None:
-        """Number this batch as in an uninterrupted training, so that dropout draws the same random
-        numbers after a resume."""
+        """Number this batch by its place in training: dropout is then the same after a resume."""
         updates, calls = self._calls
         now = self.state.global_step
         self._calls = now, calls + 1 if updates == now else 0
@@ -468,8 +466,8 @@ class LongContext:
 
 
 class _Forward:
-    """Replacement for the forward of a classifier, or of a model whose language model head TRL has
-    fused with the loss. A farspan step computes the head's outputs per token or sequence."""
+    """Replacement for the forward of a classifier, or of a model to which TRL gave a fused language
+    model head. A farspan step computes the head's outputs per token or sequence."""
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ class ModelConfig:
             )
 
     def origin(self) -> dict[str, Any]:
-        """Return the fields that locate and change the model, by keyword argument of `hf.load`."""
+        """Return the keyword arguments of `hf.load` that locate and change the model."""
         names = "path", "config", "overrides", "trust_remote_code", "revision"
         return {name: getattr(self, name) for name in names}
 

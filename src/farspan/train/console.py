@@ -32,20 +32,20 @@ class Pace:
         self._seconds = self._clock() - self._started
 
     def seconds_per_step(self, done: float) -> float | None:
-        """Return the seconds of the current step, estimated from the fraction `done` that is
-        finished, or those of the previous step if nothing is finished yet."""
+        """Return the seconds that the current step will take, extrapolated from its finished
+        fraction `done`, or those that the previous step took if `done` is 0."""
         if done > 0:
             return max(self._clock() - self._started, 1e-9) / done
         return self._seconds
 
     def remaining(self, step: int, done: float) -> float | None:
-        """Return the seconds until the run ends, once `step` steps and the fraction `done` of the
-        next one are finished."""
+        """Return the seconds left in the run, in which `step` steps, and the fraction `done` of the
+        next, are finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
 
     def left_of_step(self, done: float) -> float | None:
-        """Return the seconds until the current step ends, once the fraction `done` is finished."""
+        """Return the seconds left in the current step, whose fraction `done` is finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (1.0 - done) * seconds)
 
@@ -66,8 +66,8 @@ class Countdown:
         self._began, self._at, self._done = 0.0, 0.0, 1.0
 
     def left(self, done: float) -> float | None:
-        """Return the seconds until the evaluation ends, once the fraction `done` is finished; None
-        at the evaluation's first call."""
+        """Return the seconds left in the evaluation, whose fraction `done` is finished; None at the
+        first call of an evaluation."""
         now = self._clock()
         if done < self._done:  # a new evaluation began
             self._began, self._at = now, done
@@ -243,8 +243,7 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """Return the margin and accuracy of chosen over rejected answers as text, or "" without
-    pairs."""
+    """Return the margin and accuracy of a preference loss as text, or "" for another loss."""
     if f"{prefix}margin" not in values:
         return ""
     return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"

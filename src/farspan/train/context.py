@@ -1,4 +1,5 @@
-"""Objects that a run computes with: components, a context, and the model as the planner sees it."""
+"""Objects that a run computes with: replaceable functions, the run's context (model, data,
+optimizer), and the model as the planner sees it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -140,7 +140,7 @@ def grow_stack() -> None:
 
 
 def trimming() -> Any:
-    """Return glibc's malloc_trim, or None without glibc or if the environment sets malloc."""
+    """Return glibc's malloc_trim; None without glibc or if the environment configures malloc."""
     return None if _GIVEN in os.environ else getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 

@@ -112,8 +112,7 @@ class Interrupt:
             raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
-        """Raise Interrupted in all processes, which call this between steps, if one had a
-        signal."""
+        """Raise Interrupted in all processes if one had a signal. All call this between steps."""
         if self._world is not None:
             self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:

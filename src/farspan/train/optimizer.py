@@ -47,12 +47,11 @@ from farspan.train.staged_states import (
 class OptimizerStates(Protocol):
     """Interface of AdamW's states in one format and one place.
 
-    The constructor sets each parameter's `grad_dtype` to the dtype of `.grad` that `update` needs.
+    The constructor sets each parameter's `grad_dtype` to the dtype that `update` needs in `.grad`.
     """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors other than parameters that a checkpoint saves and restores in
-        place."""
+        """Return the tensors other than parameters that a checkpoint saves and restores."""
 
     def held(self) -> StateBytes:
         """Return the bytes of the states, including step counters."""
@@ -128,7 +127,7 @@ EIGHT_BIT_PARTS = ("codes", "scale", "qmap")
 
 
 def load_adamw() -> Any:
-    """Return torchao's 8-bit AdamW class. Raises UnsupportedError without torchao."""
+    """Return torchao's 8-bit AdamW class. Raises UnsupportedError if torchao is not installed."""
     try:
         return load("torchao.optim", "AdamW8bit")
     except ImportError as error:
@@ -140,7 +139,7 @@ class EightBitStates:
     rounded once, after the chunks of its layer were summed in fp32."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
-        """Allocate all states. Raises UnsupportedError without torchao."""
+        """Allocate all states. Raises UnsupportedError if torchao is not installed."""
         adamw, config = load_adamw(), rule.config
         self._parameters = parameters
         self._adam = adamw(
@@ -225,7 +224,7 @@ def decays(model: nn.Module) -> dict[str, bool]:
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trainable parameters, each once, under its first name."""
+    """Yield the trainable parameters, each once: tied ones under their first name."""
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
@@ -283,8 +282,7 @@ class TrainingOptimizer:
         return dict(sorted(self.parameters.items(), key=lambda pair: places[id(pair[1])]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors other than parameters that a checkpoint saves and restores in
-        place."""
+        """Return the tensors other than parameters that a checkpoint saves and restores."""
         return self._states.tensors()
 
     def settle(self) -> None:

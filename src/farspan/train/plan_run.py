@@ -62,7 +62,7 @@ class PlanOfRun:
     weights: str = ""  # why weights are in main memory; empty: they are not
 
     def words(self) -> Iterator[str]:
-        """Yield the lines to print below the answer of the plan."""
+        """Yield the lines to print below the plan."""
         run, plan = self.run, self.plan
         if self.weights:
             yield self.weights

@@ -25,7 +25,7 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 
 
 def marks(run: RunConfig) -> dict[str, str]:
-    """Return JSON keys that mark a run's outputs as made with sparse attention, else none."""
+    """Return JSON keys that mark a run's outputs as made with sparse attention, if they are."""
     return {} if run.sparse is None else {"attention": "sparse"}
 
 

@@ -347,8 +347,9 @@ TRIED = 2**28  # bytes to measure the speed of a drive
 class ScratchFile:
     """A file of a fixed size without a name, for one process.
 
-    `direct`: read and written past the page cache, which some file systems do not support (such as
-    tmpfs of older kernels). Addresses, sizes and memory are then whole sectors of 4,096 bytes.
+    If `direct`, it is read and written past the page cache, which some file systems do not support
+    (such as tmpfs of older kernels). Addresses, sizes and memory are then whole sectors of 4,096
+    bytes.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -422,14 +423,15 @@ class ScratchFile:
             raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
-        """Write changes of the mapping to the drive, for direct reads, and free its pages."""
+        """Write changes in the mapping to the drive, where direct reads see them; free its
+        pages."""
         if self.direct:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def rates(self, buffer: Tensor) -> tuple[float, float]:
-        """Measure the bytes per second written and read by as many requests as an update has. The
-        file's first bytes are zeros afterwards. `buffer` is of uint8 and whole sectors."""
+        """Measure the bytes per second written and read with as many requests at once as in an
+        update. The file then begins with zeros. `buffer` is of uint8 and whole sectors."""
         size = min(len(buffer), self.size, TRIED)
         extent = sectors(-(-size // THREADS))
         buffer[:size].random_(generator=torch.Generator())  # the run's generator is unchanged

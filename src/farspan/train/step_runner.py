@@ -259,7 +259,7 @@ class StepRunner:
     def _look_at_process(self, predicted: int | None) -> dict[str, int]:
         """Return planned and peak bytes of the process for metrics.jsonl, after each of the first
         two steps on a CPU: the first step writes gradients and states mostly after its peak.
-        `predicted` are bytes of the first step; None in the second."""
+        `predicted` is the step's predicted bytes, None in the second step."""
         self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
         if predicted is not None:
             self._planned = self._ctx.held_bytes() + predicted
@@ -529,8 +529,8 @@ class Batches:
 
     def held_out(self) -> list[Micro]:
         """Return this replica's batches for evaluation, spread over all held-out sequences so that
-        one long document does not dominate. Every replica gets the same number; batches that only
-        pad this number have no token with a target."""
+        one long document does not dominate. Every replica gets the same number of batches; those
+        added to reach it have no token with a target."""
         packing, replicas = self.ctx.corpus.held_out, self.replicas
         assert packing is not None, "there is something to evaluate on"
         there = packing.sequences_per_epoch()

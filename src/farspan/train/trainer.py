@@ -190,7 +190,7 @@ class TrainingLoop:
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call a method of each callback. If a callback raises, first save a checkpoint."""
+        """Call a method of each callback. An exception is raised after a checkpoint is saved."""
         if not self._callbacks.any:
             return
         try:
@@ -285,8 +285,7 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the latest checkpoint or, with `start.states`, one of the run that `start`
-        names."""
+        """Restore the latest checkpoint or, with `start.states`, one of the run in `start`."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -490,12 +489,13 @@ def train(
 ) -> TrainingResult:
     """Train until the last step or the first signal, from the latest checkpoint if one exists.
 
-    `run` is a run file, or its value; `callbacks` are called between steps and may end the run;
-    `reporter` prints progress, and `notes` first; `trace` is a file for the spans of a step. Raises
-    UnsupportedError for a run that cannot be done as configured, NoScheduleFits (a subclass) if
-    memory runs out with every schedule, WriteFailed on a full disk, Diverged for a loss or gradient
-    that is not finite, RankFailed if another rank failed, and exceptions of callbacks. All leave
-    the last good checkpoint. Processes started by torchrun all call it and get the same result.
+    `run` is the path of a run file or a RunConfig; `callbacks` are called between steps and may end
+    the run; `reporter` prints progress, and `notes` before it; `trace` is a path for a JSON trace
+    of a step's instructions. Raises UnsupportedError for a run that cannot be done as configured,
+    NoScheduleFits (a subclass) if memory runs out with every schedule, WriteFailed on a full disk,
+    Diverged for a loss or gradient that is not finite, RankFailed if another rank failed, and
+    exceptions of callbacks; the last good checkpoint stays. Processes started by torchrun all call
+    it and get the same result.
     """
     run = run if isinstance(run, RunConfig) else load_run(Path(run))
     launch = launch_env()
@@ -556,7 +556,7 @@ def _reporter_of(
 
 
 def _what_changed(run: RunConfig, world: DistributedContext, folder: RunFolder) -> list[str]:
-    """Prepare the folder, and return a line for each setting changed since the last part."""
+    """Prepare the folder, and return a line for each setting changed since the last start."""
     changes = world.run_on_rank0(folder.prepare)
     if not world.is_rank0:
         folder.hold()

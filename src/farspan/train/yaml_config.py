@@ -244,7 +244,7 @@ def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """Return a value of a YAML file as the type `hint`. Raises UnsupportedError naming `path`."""
+    """Convert a value of a YAML file to the type `hint`. Raises UnsupportedError naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
