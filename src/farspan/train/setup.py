@@ -84,8 +84,8 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
-    """Return the run with its tokenizer (by default the model's, or bytes for random weights) and
-    the replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
+    """Fill in a run's tokenizer (by default the model's, or bytes for random weights) and the
+    replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -125,9 +125,8 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Make the context of a run (all it computes with but the engine), and lay out the ranks.
-    `about` is the about.json of an earlier part of the run. Raises UnsupportedError, and
-    Interrupted during tokenization."""
+    """Make a run's context, without engine, and lay out the ranks. `about` is the about.json of an
+    earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # fail before loading the model
     memory = components.choose_allocator(run.allocator, world.device)

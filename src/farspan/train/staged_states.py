@@ -565,8 +565,8 @@ class DiskStates(HostStates):
             slot.requests.append(move(memory, address))
 
     def _extents(self, piece: _ParameterSlice, slot: _DiskSlot) -> list[tuple[int, Tensor]]:
-        """Return, for a slice's master copy and each moment, its offset in the file and the view in
-        `slot`, the slice's buffer, that holds it."""
+        """Return, for a slice's master copy and each moment, its offset in the file and the view of
+        the slice's buffer `slot` that holds it."""
         wide = accumulate_dtype(self._parameters[piece.name].dtype)
         start, size = piece.start * wide.itemsize, (piece.stop - piece.start) * wide.itemsize
         return [

@@ -409,7 +409,7 @@ class TrainingLoop:
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
-        held-out data. Returns which of them if the run skips it; else saves, and raises
+        held-out data. Returns "loss" or "gradient" if the run skips it; else saves, and raises
         Diverged."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
