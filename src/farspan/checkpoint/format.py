@@ -328,7 +328,7 @@ def is_name(file: object) -> bool:
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Read dtype and shape from a list's entry. Raises KeyError, TypeError, ValueError."""
+    """Read dtype and shape of a listed tensor. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")
