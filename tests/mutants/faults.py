@@ -530,8 +530,8 @@ RESUMES = (
     ),
     Fault(
         "checkpoint: what could not be read is replaced",
-        "    if path.name in kept:\n",
-        "    if path.name in kept and not path.exists():\n",
+        "    if path.name in spared:\n",
+        "    if path.name in spared and not path.exists():\n",
         ("tests/checkpoint/test_unreadable.py",),
     ),
     Fault(

@@ -388,7 +388,7 @@ TRUST = (
     ),
     Fault(
         "losses: what is stored is computed anew from trained weights",
-        "if self._stored is None and at == 0:",
+        "if self._stored is None and updates == 0:",
         "if self._stored is None:",
         ("tests/train/test_losses.py::test_what_is_stored_belongs_to_its_run",),
     ),

@@ -225,16 +225,16 @@ def test_one_memory_shrinks_by_what_both_tiers_took(
 def test_no_more_is_asked_for_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: 7 * GIB)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert free_now(cpu, held=GIB).limit(one_memory(100 * GIB)).host_bytes == 8 * GIB
-    assert free_now(cpu, held=GIB).limit(one_memory(3 * GIB)).host_bytes == 3 * GIB
+    assert free_now(cpu, used=GIB).limit(one_memory(100 * GIB)).host_bytes == 8 * GIB
+    assert free_now(cpu, used=GIB).limit(one_memory(3 * GIB)).host_bytes == 3 * GIB
     gpu = replace(machine("h200"), device_bytes=140 * GIB, reserve=2 * GIB)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (100 * GIB, 140 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 20 * GIB)
-    found = free_now(cuda, held=GIB).limit(gpu)
+    found = free_now(cuda, used=GIB).limit(gpu)
     # What torch has taken already is the run's own; others have 140 - 100 - 20 - 2.
     assert (found.device_bytes, found.host_bytes) == (122 * GIB, 7 * GIB)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 39 * GIB)
-    assert free_now(cuda, held=GIB).limit(gpu).device_bytes == 140 * GIB
+    assert free_now(cuda, used=GIB).limit(gpu).device_bytes == 140 * GIB
 
 
 def test_gradients_of_earlier_batches_are_the_planners_to_place(

@@ -1,12 +1,15 @@
 """The two checkpoint formats from before version 0.2, which still reads them; 0.3 will not.
 
-    step-00000120/model.safetensors, optimizer.safetensors, rng.safetensors, state.json
-                  manifest.json   of one process: size and SHA-256 of the others
+Saved by a single process; manifest.json lists size and SHA-256 of the other files:
 
-    step-00000120/rank-00000.safetensors, rank-00001.safetensors, ..., state.json
-                  tensors.json    of ranks: each tensor's boxes, size and SHA-256 of files
+    step-00000120/model.safetensors, optimizer.safetensors, rng.safetensors, state.json,
+                  manifest.json
 
-Their files are hashed before anything is copied, on the first rank.
+Saved by several ranks; tensors.json lists each tensor's boxes, and size and SHA-256 of the files:
+
+    step-00000120/rank-00000.safetensors, rank-00001.safetensors, ..., state.json, tensors.json
+
+The first rank hashes the files before anything is copied.
 """
 
 import json
@@ -32,8 +35,8 @@ _PREFIXES = {"model": "model/", "optimizer": "optimizer/", "rng": "rng/00000/"}
 
 
 def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
-    """Read the list of a checkpoint in one of the two earlier formats. Raises UnsupportedError if
-    it is damaged; without `verify`, its files are not hashed."""
+    """Read the list of tensors of a checkpoint in one of the two earlier formats. Raises
+    UnsupportedError if the checkpoint is damaged; without `verify`, its files are not hashed."""
     where = path / name
     listed = expect_json(where)
     if listed.get("format") != 1:

@@ -5,11 +5,11 @@
                   checkpoint.json          the training state; each tensor's dtype, shape and
                                            boxes; each box's file, byte offset and XXH3
 
-A run of one process has one rank. Boxes are of at most 64 MiB if rows allow, so that a rank of
-another layout reads little more than its part, and each is hashed in the same pass that writes or
-reads it. The digests find damage; they are no protection against tampering, but nothing read is
-ever executed. The folder is written under another name and renamed when every rank's files are on
-the disk: if a rank dies before, an earlier checkpoint stays intact.
+A box is a range of indices along each axis. Boxes are of at most 64 MiB if rows allow, so that a
+rank of another layout reads little more than its part, and each is hashed in the same pass that
+writes or reads it. The digests find damage; they are no protection against tampering, but nothing
+read is ever executed. The folder is written under another name and renamed when every rank's files
+are on the disk: if a rank dies before, an earlier checkpoint stays intact.
 """
 
 import json
@@ -79,7 +79,8 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """Place in a file of a tensor's box, and its digest `xxh3`; None if already verified."""
+    """A box (range of indices per axis) of a tensor, where a file stores it, and its digest `xxh3`,
+    which is None once verified."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -90,7 +91,7 @@ class SavedBox:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor in a checkpoint, as boxes that cover it."""
+    """A tensor in a checkpoint, as boxes (ranges of indices per axis) that cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -99,7 +100,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint as its list describes it: training state, and where tensors are stored."""
+    """A checkpoint as its JSON list describes it: training state, and where tensors are stored."""
 
     path: Path
     list: str  # name of the list's file
@@ -163,7 +164,7 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict[str, Any]]:
-    """Write and sync this rank's file, and return its boxes as the checkpoint's list has them."""
+    """Write and sync this rank's file, and return its boxes as entries of the checkpoint's list."""
     share = sorted(_share(entries, world), key=lambda one: -entries[one[0]][0].itemsize)
     sizes = [prod(box.sizes) * entries[name][0].itemsize for name, box in share]
     starts = list(accumulate(sizes, initial=0))
@@ -197,14 +198,13 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """View a contiguous tensor in main memory as bytes."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, ShardRegion]]:
-    """Return the boxes that this rank writes. One of the ranks that hold a box writes it, such that
-    all write about equally many bytes."""
+    """Return the boxes that this rank writes. Each box is written by one of the ranks that hold it,
+    such that all ranks write about equally many bytes."""
     boxes = {
         _key(name, box.there): (name, box)
         for name, (tensor, place) in entries.items()
@@ -251,7 +251,7 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the checkpoint's list, when all ranks are done, and publish it. Raises WriteFailed."""
+    """When all ranks have written, write the list and publish the folder. Raises WriteFailed."""
     named = {name: form for rank_forms in forms for name, form in rank_forms.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -282,7 +282,7 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def type_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """Return a tensor's dtype and shape as text, such as `float32[8, 16]`."""
     return f"{_word(dtype)}{list(shape)}"
 
@@ -328,7 +328,7 @@ def is_name(file: object) -> bool:
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return a listed tensor's dtype and shape. Raises KeyError, TypeError, ValueError."""
+    """Read dtype and shape of a listed tensor. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")
@@ -387,7 +387,7 @@ def refuse_other_model(
     any_dtype: bool = False,
 ) -> None:
     """Raise NotDamaged on all ranks unless the checkpoint has exactly the tensors in the ranks'
-    `entries`; further ones may begin with a name in `unread`."""
+    `entries`, apart from saved tensors whose names begin with one of `unread`."""
     where = f"{saved.path / saved.list}: belongs to another model"
 
     def look() -> bool:
@@ -399,8 +399,8 @@ def refuse_other_model(
                 raise NotDamaged(f"{where}: {name} is in this model, but not in the checkpoint")
             if there.shape != place.shape or (there.dtype != tensor.dtype and not any_dtype):
                 raise NotDamaged(
-                    f"{where}: {name} is {form_words(there.dtype, there.shape)}, but "
-                    f"{form_words(tensor.dtype, place.shape)} in this model"
+                    f"{where}: {name} is {type_words(there.dtype, there.shape)}, but "
+                    f"{type_words(tensor.dtype, place.shape)} in this model"
                 )
         return True
 
@@ -444,8 +444,8 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box that this rank holds, as regions of its tensor (`here`) and of
-    the box (`there`)."""
+    """Yield the regions of a saved box that this rank holds, in its tensor (`here`) and in the box
+    (`there`)."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)

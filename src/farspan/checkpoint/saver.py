@@ -35,11 +35,11 @@ from farspan.checkpoint.format import (
     Entries,
     SavedCheckpoint,
     copy_saved,
-    form_words,
     read_list,
     refuse_other_model,
     save_entries,
     together,
+    type_words,
 )
 from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.distributed import messages
@@ -102,8 +102,8 @@ def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint's progress, state and random generators. Raises UnsupportedError if a run cannot
-    continue from them."""
+    """Progress, state and random generators of a checkpoint. Raises UnsupportedError if a run
+    cannot continue from them."""
 
     path: Path
     state: dict[str, Any]
@@ -133,15 +133,14 @@ class Restored:
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name for the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def latest_usable(
     paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
 ) -> Restored | None:
-    """Call `read` on the checkpoints, the latest first, and return its result for the first one it
-    accepts. Raises UnsupportedError if it accepts none."""
+    """Call `read` on the checkpoints, the latest first, and return its first result. Raises
+    UnsupportedError if `read` refuses all; returns None without checkpoints."""
     problems: dict[str, UnsupportedError] = {}
     for path in reversed(paths):
         try:
@@ -207,17 +206,17 @@ def _is_in_the_way(path: Path) -> bool:
         return isinstance(error, FileNotFoundError)  # a link without a target
 
 
-def _make_way(path: Path, kept: set[str]) -> None:
-    """Free the path of a checkpoint that is about to be written. An earlier checkpoint of the step
-    that is in `kept` is renamed and dropped from it. Raises WriteFailed."""
+def _make_way(path: Path, spared: set[str]) -> None:
+    """Free the path of a checkpoint that is about to be written: rename an earlier checkpoint there
+    if `spared` contains its name, which is then removed from it. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
-    if path.name in kept:
+    if path.name in spared:
         _set_aside(path)
-        kept.discard(path.name)
+        spared.discard(path.name)
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a path to an unused name, and return that. Raises WriteFailed."""
+    """Rename a path to an unused name, and return that name. Raises WriteFailed."""
     names = (f"{path.name}{_ASIDE}{f'-{n}' if n > 1 else ''}" for n in count(1))
     free = (path.with_name(name) for name in names)
     place = next(place for place in free if not os.path.lexists(place))
@@ -226,8 +225,8 @@ def _set_aside(path: Path) -> Path:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise NotDamaged (the file is sound, but cannot be used here) if a saved state is another
-    run's, and UnsupportedError if it lacks a needed key."""
+    """Raise if a run cannot resume from a saved state: NotDamaged if it is another run's (its file
+    is sound), UnsupportedError if it lacks a needed key."""
     for key, value in expected.items():
         if key not in state:
             raise UnsupportedError(f"{path}: damaged: its {key} is missing")
@@ -270,8 +269,8 @@ def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
 def entries_of(
     model: Tensors, optimizer: Tensors, places: Mapping[str, ShardPlacement] | None = None
 ) -> Entries:
-    """Return the tensors that this rank saves, each with its placement in the whole. `places` are
-    the placements of parameters; None: they are whole."""
+    """Return the tensors that this rank saves, each with its placement in the unsharded tensor.
+    `places` are the placements of parameters; None: parameters are unsharded."""
     places = places or {}
 
     def place(tensor: Tensor, name: str) -> Any:
@@ -286,11 +285,11 @@ def entries_of(
 
 
 class Saver:
-    """Saves a run's checkpoints and resumes from them; `entries` are this rank's tensors. All ranks
-    make the same calls in the same order.
+    """Writer and reader of a run's checkpoints; `entries` are this rank's tensors. All ranks make
+    the same calls in the same order.
 
-    `gather` returns the whole weights on rank 0, and None on others, if ranks hold parts of them;
-    without it every rank has all tensors whole, and rank 0 reads and writes for all.
+    If ranks hold parts of the weights, `gather` returns the whole weights on rank 0, and None on
+    other ranks. Without it every rank has all tensors whole, and rank 0 reads and writes for all.
     """
 
     def __init__(
@@ -309,7 +308,7 @@ class Saver:
         """Restore the latest usable checkpoint under `folder` whose state has the `expected`
         values, such as the identity of the run; return None if there are no checkpoints.
 
-        An unusable one is skipped with a warning if an older one is usable. Otherwise
+        An unusable checkpoint is skipped with a warning if an older one is usable. Otherwise
         UnsupportedError gives the reason, and the live tensors may have any values.
         """
         if self._among is self._world:
@@ -323,14 +322,15 @@ class Saver:
         return self._restored(self._together(latest, "reading a checkpoint"))
 
     def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Restore a checkpoint of any run. Raises UnsupportedError."""
+        """Restore the checkpoint at `path`, also of another run. Raises UnsupportedError."""
         read = partial(self._read, path, expected)
         restored = self._restored(self._together(read, "reading a checkpoint"))
         assert restored is not None
         return restored
 
     def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
-        """Write the checkpoint of `step`, whole or not at all; then `prune`. Raises WriteFailed."""
+        """Write the checkpoint of `step`, whole or not at all. Call `prune` next. Raises
+        WriteFailed."""
         path, own = folder / folder_name(step), {}
         for name in set(_generators(self._among).values()) & rng.keys():
             key = _own(self._among.number) + name.partition(":")[0]
@@ -343,9 +343,9 @@ class Saver:
         self._together(write, "writing a checkpoint")
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
-        """Delete checkpoints up to `step`, except the latest `keep` and that of step `best`. If the
-        one of `step` was just `saved`, also delete later ones, from before this run resumed: they
-        were damaged. Skipped checkpoints that may be whole stay. Raises WriteFailed."""
+        """Delete checkpoints up to `step`, except the latest `keep` and that of step `best`. If
+        that of `step` was just `saved`, also delete later ones: from them this run could not
+        resume. Skipped checkpoints that may be intact stay. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]
@@ -357,7 +357,7 @@ class Saver:
         self._world.run_on_rank0(remove)
 
     def weights(self) -> Tensors | None:
-        """Return the whole weights on rank 0 if the model holds only parts of them; else None."""
+        """Return the whole weights on rank 0 if ranks hold only parts of them; otherwise None."""
         return None if self._gather is None else self._gather()
 
     def _together(self, work: Callable[[], T], what: str) -> T:
@@ -400,7 +400,7 @@ def _blank_generators(saved: SavedCheckpoint, world: DistributedContext) -> dict
             )
         if there is not None:
             if there.dtype != torch.uint8 or prod(there.shape) > RNG_BYTES:
-                form = form_words(there.dtype, there.shape)
+                form = type_words(there.dtype, there.shape)
                 raise UnsupportedError(f"{where}: damaged: {start}{kind} is {form}")
             found[start + kind] = torch.empty(there.shape, dtype=torch.uint8)
     return found
@@ -411,8 +411,8 @@ def _own(number: int) -> str:
 
 
 def _generators(world: DistributedContext) -> dict[str, str]:
-    """Return the names of a rank's random generators in a checkpoint, each with its name in the
-    process. For one process both were the same before version 0.2."""
+    """Return a rank's random generators as a map from names in a checkpoint to names in the
+    process; checkpoints of one process used the latter before version 0.2."""
     if world.device.type == "cpu":
         return {"cpu": "cpu"}
     gpu = f"cuda:{world.device.index or 0}"
@@ -420,7 +420,7 @@ def _generators(world: DistributedContext) -> dict[str, str]:
 
 
 def refuse_apart(folder: Path, world: DistributedContext) -> None:
-    """Raise UnsupportedError on all ranks if one does not see rank 0's files under `folder`."""
+    """Raise UnsupportedError on all ranks if one cannot see rank 0's files under `folder`."""
 
     def write() -> Path:
         path = folder / f"{PARTIAL}{secrets.token_hex(8)}"
@@ -497,8 +497,8 @@ def export(
 ) -> None:
     """Export the model's present weights to `folder`, which `from_pretrained` reads.
 
-    `marks` record how it was trained; `weights` are the whole ones of a model that is sharded over
-    ranks, `card` is its README, and `save_index` writes its index of keys. Raises WriteFailed.
+    `marks` record how it was trained; `weights` are the unsharded ones if the model is sharded,
+    `card` is its README, and `save_index` writes its index of keys. Raises WriteFailed.
     """
     source = source_of(checkpoint, marks)
     unfinished = folder.with_name(f"{PARTIAL}{folder.name}")
@@ -558,8 +558,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] | None:
-    """Return the whole model's `state_dict()` in main memory on rank 0; None on others. All ranks
-    call it."""
+    """Return the whole `state_dict()` in main memory on rank 0, else None. All ranks call it."""
     weights: dict[str, Tensor] = {}
 
     def keep(name: str, whole: Tensor) -> None:
@@ -579,8 +578,8 @@ def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] |
 
 
 def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
-    """Gather every weight of this rank's pipeline stage, one unit on the device at a time; all
-    ranks call it. Only the stage's first rank calls `keep`, with each name and weight."""
+    """Gather every weight of this rank's pipeline stage, one FSDP unit on the device at a time; all
+    ranks call it. Only the stage's first rank calls `keep`, with each name and whole weight."""
     speaks = first_of_stage(sharded_model)
     for name, part in sharded_model.sharded.wholes():
         whole = part if sharded_model.tensor is None else sharded_model.tensor.whole(name, part)
@@ -594,7 +593,7 @@ def first_of_stage(sharded_model: ShardedModel) -> bool:
 
 
 def _in_order(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights under all their names: tied weights have several names for one tensor."""
+    """Return the weights under all their names, in the model's order: a tied weight has several."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {name: weights[named.get(name, name)] for name in model.state_dict(keep_vars=True)}

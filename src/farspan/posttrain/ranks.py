@@ -1,5 +1,5 @@
-"""A transformers Trainer on several ranks. Ranks that share a sequence act as one of its processes,
-so that each replica of the model counts as one process."""
+"""A transformers Trainer on several ranks. Ranks that share a sequence act as one process of the
+Trainer, so that each replica of the model counts as one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from farspan.spec import UnsupportedError
 _GATHER = ("GRPOTrainer", "RLOOTrainer")
 
 
-def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelContext | None:
+def context_of(accelerator: Any, layout: Layout | None, trainer: type) -> ParallelContext | None:
     """Return the communication context of a Trainer's processes, or None for one process. Raises
     UnsupportedError if the processes cannot share a step of this class of Trainer."""
     processes = accelerator.num_processes
@@ -42,9 +42,9 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
             f"layout: {layout.devices()} devices, but {processes} process(es) were started; start "
             f"as many processes: torchrun --nproc-per-node {layout.devices()} script.py"
         )
-    if layout.data < processes and any(base.__name__ in _GATHER for base in kind.__mro__):
+    if layout.data < processes and any(base.__name__ in _GATHER for base in trainer.__mro__):
         raise UnsupportedError(
-            f"layout: {kind.__name__} generates in every process by itself; use "
+            f"layout: {trainer.__name__} generates in every process by itself; use "
             f"farspan.Layout(data={processes}), or another trainer"
         )
     if layout.tensor > 1:
@@ -66,9 +66,9 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
     every = range(layout.devices())
     along = [type(ranks.rank)(layout, n).along for n in every]
     first = [n for n in every if not any(v for axis, v in along[n].items() if axis != "data")]
-    kind: Any = type(accelerator)
+    base: Any = type(accelerator)
 
-    class Replicas(kind):
+    class Replicas(base):
         """Accelerator whose number of processes is the number of replicas."""
 
         @property
@@ -80,7 +80,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return number
 
         def gather(self, tensor: Any) -> Any:
-            """Gather the tensors of the first rank of each replica, in order."""
+            """Gather the tensors of each replica's first rank, in the replicas' order."""
 
             def chosen(gathered: Tensor) -> Tensor:
                 return gathered.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
@@ -93,14 +93,14 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """Run backward on the loss divided by replicas: a step sums gradients."""
+            """Run backward on the replicas' mean loss: a farspan step sums their gradients."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas
 
 
 def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
-    """Give every rank of a pipeline all gradients; each layer's exist on its stage only."""
+    """Give every rank of a pipeline the gradients of all layers, not only its own stage's."""
     peers = ranks.among("pipeline")
     if peers.size == 1:
         return
@@ -115,8 +115,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Set requires_grad inside the block as it was when the parameters were sharded: peft freezes
-    adapters while it switches them off."""
+    """Inside the block, set every requires_grad to its value from when the parameters were sharded:
+    peft freezes adapters while it switches them off."""
     with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
 
@@ -144,8 +144,8 @@ def cut_what_is_loaded(model: nn.Module) -> None:
 
 
 def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's `state_dict` return unsharded tensors, which all ranks must call, and
-    its `load_state_dict` accept them."""
+    """Make the optimizer's `state_dict`, which all ranks must call, return unsharded tensors, and
+    make its `load_state_dict` accept them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def gathered(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -155,12 +155,12 @@ def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
         }
         return {**state_dict, "state": states}
 
-    def cut(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def cut(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
             number: {key: _like(value, parameters[number]) for key, value in state.items()}
-            for number, state in given["state"].items()
+            for number, state in state_dict["state"].items()
         }
-        return {**given, "state": states}
+        return {**state_dict, "state": states}
 
     optimizer.register_state_dict_post_hook(gathered)
     optimizer.register_load_state_dict_pre_hook(cut)

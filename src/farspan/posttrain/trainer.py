@@ -5,7 +5,7 @@
 Everything but the forward and backward stays the Trainer's: data, optimizer, learning rate
 schedule, clipping, logging, callbacks and checkpoints. A plain Trainer's loss is computed by the
 step, in one pass. TRL's trainers compute their own losses and metrics from their model's outputs:
-the forward of that model is replaced by a step's values, whose backward is the rest of the step.
+here a step computes these outputs, and their backward runs the rest of the step.
 """
 
 import copy
@@ -89,16 +89,16 @@ _Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]  # loss, outputs
 class LongContext:
     """Mixin that runs a Trainer's steps by `schedule`; it precedes the Trainer among the bases.
 
-    The gradients are those of the plain Trainer, on sequences that it has no memory for. No token
-    sees or predicts across padding, nor from one packed document to the next (position_ids that
-    restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
-    autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
-    with a line of log.
+    Gradients equal those of the plain Trainer, also for sequences that are too long for its memory.
+    No token sees or predicts across padding, nor from one packed document to the next (position_ids
+    that restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
+    autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights; a log
+    line says so.
 
-    Before TRL's SFT, DPO, KTO, Reward, GRPO and RLOO trainers the losses and metrics are those of
-    TRL's own code. A reference model, and the model without its adapters, run by the same schedule;
-    DPO's and KTO's reference runs before the model, whose forward is then kept until its backward.
-    Generation, of GRPO and RLOO, is the model's own.
+    With TRL's SFT, DPO, KTO, Reward, GRPO and RLOO trainers, losses and metrics come from TRL's own
+    code. A reference model, and the model without its adapters, run by the same schedule; the
+    reference of DPO and KTO runs before the model's forward, whose activations stay saved until its
+    backward. GRPO and RLOO generate with the model's own method.
 
     Args:
         schedule, kernels, selector: As in a `Step`.
@@ -108,7 +108,7 @@ class LongContext:
             ranks; checkpoints hold whole tensors, and a run may continue in another layout.
 
     Raises:
-        UnsupportedError: A setting would change the results (construction or first step).
+        UnsupportedError: A setting would change the results (at construction or the first step).
     """
 
     # Set it if the overrides of `compute_loss`, `training_step` or `prediction_step` in the other
@@ -202,7 +202,7 @@ class LongContext:
         return loss
 
     def _follow_weights(self) -> None:
-        """Move the optimizer's states to main memory, if the planner moved the weights."""
+        """Move the optimizer's states to main memory if the planner moved the weights there."""
         steps = (self._one_pass, *(forward.step for forward in self._forwards[:1]))
         now = any(step is not None and step.plan and step.weights is not None for step in steps)
         if now and not self._moved:
@@ -324,7 +324,7 @@ class LongContext:
         return step
 
     def _count_draws(self) -> None:
-        """Give dropout in this call the random numbers that a resumed training would draw."""
+        """Number this batch by its place in training: dropout is then the same after a resume."""
         updates, calls = self._calls
         now = self.state.global_step
         self._calls = now, calls + 1 if updates == now else 0
@@ -466,8 +466,8 @@ class LongContext:
 
 
 class _Forward:
-    """Replacement for the forward of a model to which TRL gave a fused head, or of a classifier. A
-    farspan step computes the head's outputs for each token or sequence."""
+    """Replacement for the forward of a classifier, or of a model to which TRL gave a fused language
+    model head. A farspan step computes the head's outputs per token or sequence."""
 
     def __init__(
         self,
@@ -475,8 +475,8 @@ class _Forward:
         step_of: Callable[..., Step],
         beside: "list[_Forward]",
     ) -> None:
-        """Replace the forward of `model`. `beside` lists all replaced forwards of a Trainer, which
-        use the same memory one after the other."""
+        """Replace the forward of `model`. `beside` lists all forwards that the Trainer replaced:
+        their steps use the same memory, one after the other."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._own = base.forward
         self._function = getattr(self._own, "__func__", None)
@@ -565,8 +565,8 @@ class _Forward:
 
 
 def _asks_for_values(kind: type) -> bool:
-    """Return whether this TRL trainer computes its loss from a few outputs per token. Trainers that
-    TRL derives from such ones (GKDTrainer) read logits."""
+    """Return whether this class of TRL trainer computes its loss from a few outputs per token.
+    Trainers that TRL derives from such classes (GKDTrainer) read logits."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl")
     base = next(own, object)
     if base.__name__ not in _BY_VALUES:

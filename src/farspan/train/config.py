@@ -1,5 +1,4 @@
-"""Configuration of a training run: the model, the data, the loss, the schedule, and the folder for
-results."""
+"""Configuration of a training run: model, data, loss, schedule, and the folder for results."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -149,7 +148,7 @@ class ModelConfig:
             )
 
     def origin(self) -> dict[str, Any]:
-        """Return the fields that locate and change the model, by keyword argument of `hf.load`."""
+        """Return the keyword arguments of `hf.load` that locate and change the model."""
         names = "path", "config", "overrides", "trust_remote_code", "revision"
         return {name: getattr(self, name) for name in names}
 
@@ -215,9 +214,9 @@ class SparseConfig(Sparse):
     """Page-sparse attention, an approximation of dense attention.
 
     The fields of `farspan.Sparse` say which earlier tokens are visible and how pages are chosen;
-    the others name an index and say when to warn. If visible tokens hold a share m of the
-    attention, the output is off by 1 - m of the distance between the visible and the hidden part:
-    below 0.9, by over a tenth.
+    the others name an index and say when to warn. If visible tokens hold a share m of a query's
+    attention, its output errs by 1 - m of the difference between the outputs of visible tokens
+    alone and of hidden tokens alone: for m = 0.9 by a tenth.
     """
 
     index: str | None = None  # folder of the adapter for `selector: index`
@@ -250,8 +249,8 @@ class SparseConfig(Sparse):
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":
-        """Return a copy that uses `pages`, with this warning threshold, and this index if `pages`
-        reads one. Raises UnsupportedError if `pages` needs an index and this run has none."""
+        """Return a copy with the fields of `pages`, and without the index if `pages` reads none.
+        Raises UnsupportedError if `pages` needs an index and this configuration has none."""
         index = self.index if pages.indexed else None
         try:
             return SparseConfig(**asdict(pages), index=index, warn_below=self.warn_below)
@@ -583,7 +582,7 @@ class RunConfig:
             )
 
     def _check_chunk(self) -> None:
-        """Refuse a chunk of the run file that is not whole pages."""
+        """Refuse a chunk of the run file that is not a whole number of pages."""
         if self.sparse is None or self.schedule.chunk is None:
             return
         try:

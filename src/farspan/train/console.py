@@ -16,7 +16,7 @@ Clock = Callable[[], float]  # seconds, from any origin
 
 
 class Pace:
-    """Speed of a run and its remaining time."""
+    """Clock that measures the speed of a run and estimates its remaining time."""
 
     def __init__(self, steps: int, tokens_per_step: int, clock: Clock = time.monotonic) -> None:
         self._steps = steps
@@ -32,20 +32,20 @@ class Pace:
         self._seconds = self._clock() - self._started
 
     def seconds_per_step(self, done: float) -> float | None:
-        """Return the seconds of the current step, estimated from the fraction `done` that is
-        finished, or those of the previous step if nothing is finished yet."""
+        """Return the seconds that the current step will take, extrapolated from its finished
+        fraction `done`, or those that the previous step took if `done` is 0."""
         if done > 0:
             return max(self._clock() - self._started, 1e-9) / done
         return self._seconds
 
     def remaining(self, step: int, done: float) -> float | None:
-        """Return the seconds until the run ends, once `step` steps and the fraction `done` of the
-        next one are finished."""
+        """Return the seconds left in the run, in which `step` steps, and the fraction `done` of the
+        next, are finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
 
     def left_of_step(self, done: float) -> float | None:
-        """Return the seconds until the current step ends, once the fraction `done` is finished."""
+        """Return the seconds left in the current step, whose fraction `done` is finished."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (1.0 - done) * seconds)
 
@@ -59,15 +59,15 @@ class Pace:
 
 
 class Countdown:
-    """Remaining time of an evaluation."""
+    """Clock that estimates the remaining time of an evaluation."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._began, self._at, self._done = 0.0, 0.0, 1.0
 
     def left(self, done: float) -> float | None:
-        """Return the seconds until the evaluation ends, once the fraction `done` is finished; None
-        at the evaluation's first call."""
+        """Return the seconds left in the evaluation, whose fraction `done` is finished; None at the
+        first call of an evaluation."""
         now = self._clock()
         if done < self._done:  # a new evaluation began
             self._began, self._at = now, done
@@ -243,14 +243,14 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """Return the margin and accuracy of chosen over rejected answers as text, or ""."""
+    """Return the margin and accuracy of a preference loss as text, or "" for another loss."""
     if f"{prefix}margin" not in values:
         return ""
     return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
 
 
 def _attention(values: Mapping[str, Any]) -> str:
-    """Return the kind of attention behind a loss as text, or "" for exact attention."""
+    """Return words for the sparse attention of a step, or "" for exact attention."""
     if "attention" not in values:
         return ""
     mass = values.get("attention_mass")
@@ -265,7 +265,6 @@ def _cells(progress: Progress, part: str = "") -> str:
 
 
 def tokenized(documents: int, tokens: int, read: object) -> str:
-    """Return the progress of tokenizing as text."""
     text = f"{write_number(documents, 'document')}, {write_number(tokens, 'token')}"
     return f"{read}: {text}" if str(read) else text
 

@@ -1,4 +1,5 @@
-"""Objects that a run computes with: components, a context, and the model as the planner sees it."""
+"""Objects that a run computes with: replaceable functions, the run's context (model, data,
+optimizer), and the model as the planner sees it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ def torch_dtype(run: RunConfig) -> torch.dtype:
 def machine_of(
     device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> MachineSpec:
-    """Measure the speeds of this machine and its device, for products in this dtype."""
+    """Measure the speeds of this machine and its device, for matrix products in this dtype."""
     return here(progress, device, [dtype])
 
 
@@ -120,8 +121,9 @@ def inspect_model(
 def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
-    """Describe a sharded model for the planner, from the specification taken before sharding.
-    Raises UnsupportedError if that does not suffice."""
+    """Describe a sharded model for the planner, with the sizes of the unsharded model. Raises
+    UnsupportedError for ZeRO stages 1 and 2, and if tensor parallelism has cut weights that the
+    configuration alone does not describe."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
     if stage not in (Stage.ZERO_0, Stage.ZERO_3):
         raise UnsupportedError(
@@ -157,8 +159,8 @@ def inspect_blank(
     kernels: Kernels,
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """Describe a model, which may lack its weights, from its configuration's profile, or from its
-    own if that has other `_sizes` than `sizes` (default: the model's total)."""
+    """Describe a model, with or without weights, by its configuration's profile, or by its own if
+    the configuration's has other sizes than `sizes` (see `_sizes`; default: the model's total)."""
     model = stages.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -175,7 +177,7 @@ def inspect_blank(
 
 
 def _sizes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return (elements, trained elements) per layer, and of the whole model last."""
+    """Return (elements, trained elements) of each layer and, last, of the whole model."""
     of_layers = [(layer.work.parameters, layer.work.trainable) for layer in spec.layers]
     return [*of_layers, (spec.parameters, spec.trainable)]
 
@@ -188,7 +190,7 @@ def host_share(run: RunConfig, world: DistributedContext) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceModel:
-    """A second model, which is not trained and is sharded over ranks like the first."""
+    """A second model, which is not trained, and is sharded like the trained one."""
 
     model: Any  # a PreTrainedModel
     sharded_model: ShardedModel | None
@@ -204,7 +206,7 @@ class ReferenceModel:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Everything that a run computes with."""
+    """Everything that a run computes with: run file, ranks, data, models, optimizer, and plan."""
 
     run: RunConfig
     components: Components
@@ -286,14 +288,13 @@ class RunContext:
         return spec if self.weights is None else self.weights.counted(spec)
 
     def held_bytes(self) -> int:
-        """Return the bytes of weights, optimizer states and an index that the device holds; on a
-        CPU, those of both tiers."""
+        """Return the bytes of weights, states and index on the device (on a CPU, in both tiers)."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0) + self._index_bytes()
 
     def held_parts(self) -> dict[str, int]:
-        """Return `held_bytes` by part: weights, optimizer and index."""
+        """Return the parts of `held_bytes` by name: weights, optimizer and index."""
         parts = {"optimizer": self._held_states(), "index": self._index_bytes()}
         return {"weights": self.held_bytes() - sum(parts.values()), **parts}
 

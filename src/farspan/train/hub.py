@@ -1,5 +1,5 @@
-"""Model cards, which say how a model was trained, and uploads to the Hugging Face hub. Both read
-only the run folder."""
+"""Model cards, which say how a model was trained, and uploads to the Hugging Face hub. Cards and
+uploads are made from the run folder alone."""
 
 import hashlib
 import json
@@ -39,16 +39,15 @@ WEIGHTS = ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class RepositoryTaken(Exception):
-    """A repository of the hub must not be replaced; the message says why."""
+    """Refusal to replace a repository of the hub; the message says why."""
 
 
 class PushFailed(RuntimeError):
-    """The hub did not accept a model; the message says how to upload it again."""
+    """Failed upload of a model to the hub; the message says how to repeat it."""
 
 
 def refuse_login(hub: HubConfig | None) -> None:
-    """Refuse a run that will upload its model if the user is not logged in to the hub. Raises
-    UnsupportedError."""
+    """Raise UnsupportedError if a run will upload its model and the user is not logged in."""
     if hub is not None and not huggingface_hub.get_token():
         raise UnsupportedError(
             "hub: you are not logged in to the Hugging Face hub; run `hf auth login` or set "
@@ -57,9 +56,19 @@ def refuse_login(hub: HubConfig | None) -> None:
 
 
 def push(folder: Path, hub: HubConfig) -> str:
-    """Upload the `model/` of a run folder, with its card, to a repository, which is created if it
-    does not exist, and return the commit's address. Raises UnsupportedError without a model, and
-    PushFailed."""
+    """Upload the `model/` of a run folder, with its card, to a repository.
+
+    Args:
+        folder: The folder of a run that has ended.
+        hub: The repository, which is created if it does not exist.
+
+    Returns:
+        The address of the new commit.
+
+    Raises:
+        UnsupportedError: The folder has no model.
+        PushFailed: The hub did not accept the model.
+    """
     refuse_links(folder)
     model = folder / "model"
     source = given_json(model / SOURCE)
@@ -227,13 +236,11 @@ def card_of(folder: Path, step: int) -> str:
 
 
 def _is_unchanged(card: str) -> bool:
-    """Return whether the card is unchanged since farspan wrote it."""
     seal = _SEAL.search(card)
     return seal is not None and seal[1] == hashlib.sha256(card[: seal.start()].encode()).hexdigest()
 
 
 def _metadata(run: RunConfig) -> dict[str, Any]:
-    """Return the card's metadata, which the hub's search reads."""
     path, adapters = run.model.path, run.model.lora is not None
     return {
         "library_name": "peft" if adapters else "transformers",
@@ -295,7 +302,7 @@ def _card_rows(
 
 
 def _measured_rows(folder: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Yield the card's rows for the steps up to this one: tokens, time and losses."""
+    """Yield the card's rows about training up to step `step`: tokens, time and losses."""
     lines = list(read_metrics(folder / METRICS))  # empty if the run has no step
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]
     if steps:

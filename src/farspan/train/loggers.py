@@ -67,8 +67,7 @@ class MetricsLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Logger that writes event files in `<folder>/tensorboard`. Raises UnsupportedError without
-    tensorboard."""
+    """Writer of `<folder>/tensorboard`. Raises UnsupportedError if tensorboard is not installed."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._make = _loaded(ReportTo.TENSORBOARD, "torch.utils.tensorboard", "SummaryWriter")
@@ -95,8 +94,8 @@ class TensorBoardLogger:
 
 class WandbLogger:
     """Logger of a wandb run, which resumes with the run folder. The user's environment and wandb
-    settings win over the values set here. Raises UnsupportedError without wandb, or if it is online
-    and the user is not logged in."""
+    settings win over the values set here. Raises UnsupportedError if wandb is not installed, or is
+    online and the user is not logged in."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         os.environ.setdefault(ERROR_REPORTING, "false")  # read when the package is imported
@@ -147,7 +146,7 @@ class WandbLogger:
 class TrackioLogger:
     """Logger of a Trackio run, which resumes with the run folder. It writes local files
     (TRACKIO_DIR), unless the user's environment names a Space or a server. Raises UnsupportedError
-    without trackio."""
+    if trackio is not installed."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._init = _loaded(ReportTo.TRACKIO, "trackio", "init")
@@ -259,7 +258,8 @@ def charts(values: Mapping[str, Any]) -> dict[str, float]:
 
 class LoggerThread:
     """Thread that passes metrics to a tracker. Invariant: only `close` waits for the tracker, for
-    at most `PATIENCE` seconds; an exception of the tracker becomes a note and ends its logging."""
+    at most `PATIENCE` seconds; an exception of the tracker becomes a message and ends its
+    logging."""
 
     def __init__(self, name: str, tracker: MetricsLogger) -> None:
         self._name = name
@@ -419,8 +419,7 @@ class Callback:
         `loss` for a skipped step."""
 
     def on_evaluation(self, metrics: Mapping[str, Any]) -> Answer:
-        """Receive a finished evaluation: `step` (0 before the first), `heldout_loss`,
-        `heldout_tokens`."""
+        """Receive an evaluation: `step` (0 before the first), `heldout_loss`, `heldout_tokens`."""
 
     def on_checkpoint(self, path: Path) -> Answer:
         """Receive the folder of a saved checkpoint."""
@@ -439,8 +438,8 @@ class Callbacks:
         self.stop: str | None = None  # reason to end the run, if a callback gave one
 
     def tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call one method of each callback. Raises the first exception, after which the other
-        callbacks are not called, or RankFailed if another rank raised it."""
+        """Call one method of each callback. Raises the first exception (later callbacks are not
+        called), or RankFailed if another rank has raised one."""
         why, error = None, None
         try:
             for callback in self._given:

@@ -41,8 +41,9 @@ def expect_memory(
     cells: Callable[[Program], int],
     values: int = 0,
 ) -> Expected:
-    """Estimate the memory of a step on a [batch, tokens] batch, with the optimizer states. Raises
-    TooLarge if main memory cannot hold both."""
+    """Estimate the memory of a step on a [batch, tokens] batch, with the optimizer states; `values`
+    is the number of log-probabilities that the loss keeps per token. Raises TooLarge if main memory
+    cannot hold step and states."""
     estimate = estimate_memory(step, batch, tokens, values=values, cells=cells)
     # They exist, but the system hands out zeroed memory only at the first write.
     refuse_too_large(step, estimate, optimizer.untouched)
@@ -139,7 +140,7 @@ def grow_stack() -> None:
 
 
 def trimming() -> Any:
-    """Return glibc's malloc_trim, or None without glibc or if the environment sets malloc."""
+    """Return glibc's malloc_trim; None without glibc or if the environment configures malloc."""
     return None if _GIVEN in os.environ else getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -173,7 +174,7 @@ class Placed:
     plan: Plan | None = None  # plan that chose the place
 
     def describe(self) -> str:
-        """Return the place and the reason for the run's opening lines."""
+        """Return the place and the reason as text for the messages at the start of a run."""
         return f"{WHERE[self.states]} ({self.reason})"
 
 
@@ -183,8 +184,8 @@ def is_unified(device: torch.device) -> bool:
 
 
 def open_of(run: RunConfig) -> Open:
-    """Return which placements the run file leaves to the planner. Weights are among them only if
-    the planner also chooses the schedule."""
+    """Return which placements the run file leaves to the planner: that of weights only if the
+    planner also chooses the schedule."""
     schedule, optimizer = run.schedule, run.optimizer
     weights = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
     return Open(optimizer.states is StatesPlace.AUTO, weights, optimizer.disk is not None)
@@ -228,7 +229,7 @@ def bare_machine(device: torch.device) -> MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Calls that tell the GPU's allocator when steps begin or change; None if it needs none."""
+    """Calls that tell the GPU's allocator when steps begin or change; None if not needed."""
 
     begin_step: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None  # the following steps differ from the earlier ones

@@ -1,8 +1,9 @@
 """Losses that need several passes: preference losses of answer pairs, and distillation from a
 teacher.
 
-Each is computed from log-probabilities of the whole sequence (`farspan.losses`), and its backward
-is the rest of the step. The reference's or the teacher's are computed before, without gradients.
+A loss is computed from the log-probabilities of a whole sequence (`farspan.losses`), which a step
+returns; the loss's backward runs the rest of that step. Log-probabilities of the reference model or
+teacher are computed before, without gradients.
 """
 
 import hashlib
@@ -38,9 +39,9 @@ Sums = dict[str, Tensor | float]
 
 
 class _LogProbLoss:
-    """Base of losses computed from the log-probabilities of tokens, as a mean over the trained
-    tokens of all replicas (subclasses may divide by others). Each replica computes its batches'
-    share."""
+    """Base of losses computed from the log-probabilities of tokens, averaged over the trained
+    tokens of all replicas (a subclass may divide by another number). Each replica computes the
+    share of its own batches."""
 
     def __init__(self, batches: Batches, observer: Observer) -> None:
         self.batches, self.observer = batches, observer
@@ -52,8 +53,8 @@ class _LogProbLoss:
         """Return the number that divides the loss: trained tokens on all replicas, at least 1."""
         return max(1, self.batches.trained(micros))
 
-    def prepare(self, step: Step, at: int) -> None:
-        """Compute values that the loss needs before the first update; `at` updates are done."""
+    def prepare(self, step: Step, updates: int) -> None:
+        """Compute values that the loss needs before training; `updates` were done earlier."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
         """Run forward and backward on a batch, and return its share of the loss and metrics."""
@@ -85,9 +86,9 @@ class _LogProbLoss:
         return self._reference
 
     @contextmanager
-    def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run forwards in the block without gradients and outside the update's progress report; a
-        stop signal still ends them between two cells."""
+    def detached(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
+        """Run the block's forwards without gradients and without reporting progress of the update;
+        a stop signal still ends them between two cells."""
         reported = step.progress
         step.progress = progress or self._check
         try:
@@ -101,7 +102,7 @@ class _LogProbLoss:
 
 
 class PreferenceLoss(_LogProbLoss):
-    """Mean over preference pairs of DPO, IPO or ORPO, which compare the pair's two answers."""
+    """DPO, IPO or ORPO loss, which compares the two answers of a pair, averaged over the pairs."""
 
     def __init__(
         self, batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
@@ -164,10 +165,10 @@ class PreferenceLoss(_LogProbLoss):
                 return self._look_up(micro, part)
             case Reference.FROZEN:
                 other = self.reference_engine(step)
-                with self.watched(other):
+                with self.detached(other):
                     return self._answers(other, micro)
             case Reference.ADAPTERS_OFF:
-                with self.watched(step), adapters_off(self.ctx.model):
+                with self.detached(step), adapters_off(self.ctx.model):
                     return self._answers(step, micro)
         dtype = torch.float64 if self.ctx.model.dtype == torch.float64 else torch.float32
         return torch.zeros(len(_pair_numbers(micro)), 2, dtype=dtype, device=micro.input_ids.device)
@@ -190,16 +191,16 @@ class PreferenceLoss(_LogProbLoss):
             )
         return rows.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
 
-    def prepare(self, step: Step, at: int) -> None:
+    def prepare(self, step: Step, updates: int) -> None:
         if self.loss.compared() is not Reference.STORED:
             return
         self._stored = self.ctx.world.run_on_rank0(self._read)
-        if self._stored is None and at == 0:
+        if self._stored is None and updates == 0:
             self._stored = self._compute(step)
             self.ctx.world.run_on_rank0(self._write)
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
-        """Compute reference log-probabilities of every pair that is trained or evaluated."""
+        """Compute the reference's log-probabilities of every pair that is trained or evaluated."""
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
         self.observer.note(
@@ -215,7 +216,7 @@ class PreferenceLoss(_LogProbLoss):
         rows: list[tuple[int, list[float]]] = []
         for place, micro in enumerate(micros):
             self.observer.interrupt.passed(StopPoint.BATCH)
-            with self.watched(step, partial(self.observer.evaluating, place, count)):
+            with self.detached(step, partial(self.observer.evaluating, place, count)):
                 rows += zip(_pair_numbers(micro), self._answers(step, micro).tolist(), strict=True)
         table = torch.full((packing.documents(), 2), torch.nan, dtype=torch.float64)
         for number, values in self.ctx.world.gather_replicas(rows):
@@ -227,8 +228,7 @@ class PreferenceLoss(_LogProbLoss):
         write_whole(self._path, save(self._stored, {MARK: self._mark}))
 
     def _read(self) -> dict[str, Tensor] | None:
-        """Return the stored log-probabilities, or None if the file is missing or belongs to another
-        run."""
+        """Return the stored log-probabilities, or None if the file is missing or another run's."""
         if not self._path.is_file():
             return None
         try:
@@ -244,7 +244,7 @@ class PreferenceLoss(_LogProbLoss):
 
 
 class DistillationLoss(_LogProbLoss):
-    """Distance between student and teacher, over the k ids that are likeliest by the teacher,
+    """Distance between student and teacher over the k token ids that the teacher finds likeliest,
     averaged over trained tokens."""
 
     def _batch_shares(
@@ -256,7 +256,7 @@ class DistillationLoss(_LogProbLoss):
     ) -> dict[str, Tensor]:
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
         teacher, vocab = self.reference_engine(step), text_config(self.ctx.model).vocab_size
-        with self.watched(teacher):
+        with self.detached(teacher):
             top, known = teacher.top_logprobs(ids, documents, k=self.loss.top_k, vocab=vocab)
         trained = _is_trained(labels, documents)
         targets = torch.full_like(top, UNTRAINED)  # labels belong to the token before
@@ -266,12 +266,12 @@ class DistillationLoss(_LogProbLoss):
 
 
 def _pair_numbers(micro: Micro) -> tuple[int, ...]:
-    """Return the numbers of the preference pairs in the batch, row by row."""
+    """Return the numbers, counted over all data, of the batch's preference pairs, row by row."""
     return tuple(number for row in micro.batch.pairs for number in row)
 
 
 def _is_trained(labels: Tensor, documents: Tensor) -> Tensor:
-    """Return [batch, tokens] bool: the next token is trained and belongs to the same document."""
+    """Return [batch, tokens] bool: whether the next token is trained and in the same document."""
     trained = torch.zeros_like(labels, dtype=torch.bool)
     trained[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
     return trained
@@ -303,7 +303,7 @@ SINGLE: dict[LossKind, type[_LogProbLoss]] = {LossKind.DISTILL: DistillationLoss
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> _LogProbLoss:
-    """Return the loss of a run: a PreferenceLoss if it trains pairs, else one of `SINGLE`."""
+    """Return the loss of a run: a PreferenceLoss for answer pairs, else a class of `SINGLE`."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return SINGLE[batches.ctx.run.objective.kind](batches, observer)

@@ -1,4 +1,4 @@
-"""Reports of long work to its user, and the signals that end it."""
+"""Progress reports of long work, and the signals that end it."""
 
 import signal
 import threading
@@ -32,7 +32,7 @@ class Reporter:
         """Report that the planner's measurement of `what` on this machine begins."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
-        """Begin training after `step` of `steps`; `how` is shown next to the progress."""
+        """Report that training begins after `step` of `steps`; `how` is shown with the progress."""
 
     def begin(self, step: int) -> None:
         """Report that step `step`, counted from 1, begins."""
@@ -45,7 +45,7 @@ class Reporter:
         """Report the metrics of a finished step."""
 
     def over(self) -> None:
-        """Report that training has ended, at its last step or before."""
+        """Report that training has ended, at its last step or earlier."""
 
     def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
         """Report that the fraction `done` of the evaluation is finished. `progress` counts the
@@ -56,7 +56,7 @@ class Reporter:
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end. It is raised only between two cells."""
+    """Signal that asks the run to end, raised only between two cells."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -64,7 +64,7 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Signal handler that lets a run end between two cells. The first signal is kept until `check`,
+    """Signal handler that lets a run end between two cells. The first signal waits until `check`,
     `passed` or `meet` raises Interrupted; a second signal acts as it did before the run. The
     processes of one run all end at the same point.
 
@@ -92,7 +92,7 @@ class Interrupt:
         self._give_back(*self._before)
 
     def share(self, world: DistributedContext) -> None:
-        """Tell the other processes of `world` of signals from now on, so that all end together."""
+        """From now on tell other processes of `world` about signals, so that all end together."""
         if world.size > 1:
             self._world = world
             world.request_stop(self._signum or 0)
@@ -112,8 +112,7 @@ class Interrupt:
             raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
-        """Raise Interrupted in all processes if a signal has come to one. Every process calls this
-        between the same two steps."""
+        """Raise Interrupted in all processes if one had a signal. All call this between steps."""
         if self._world is not None:
             self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:

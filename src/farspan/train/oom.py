@@ -106,11 +106,11 @@ def fixed_bytes(budget: Budget) -> int:
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Return a schedule that takes at most RETRY_SHARE of what `schedule` takes of the tiers, or
-    None if no change saves the share WORTH.
+    """Return a schedule that takes less memory of `tiers` than `schedule`, if possible at most
+    RETRY_SHARE of its bytes, or None if no change saves the share WORTH.
 
-    Fields are changed one after the other, the cheapest in time first. The ranks of the question's
-    layout can run the result: pipeline stages keep their layers.
+    Fields are changed one after the other, the cheapest in time first. In a pipeline every stage
+    keeps its layers, so that its ranks can run the result.
     """
     layers = len(question.model.layers)
     before = now = needed(question, schedule, tiers)
@@ -133,15 +133,15 @@ def lighter_schedule(
 
 
 def needed(question: Question, schedule: Schedule, tiers: Sequence[Tier]) -> int:
-    """Return the tiers' bytes that depend on the schedule, on the rank that needs the most."""
+    """Return the tiers' bytes that depend on the schedule, for the rank that needs the most."""
     sized = size(question, schedule)
     budgets = {Tier.DEVICE: sized.device, Tier.HOST: sized.host}
     return sum(budgets[tier].total - fixed_bytes(budgets[tier]) for tier in tiers)
 
 
 def _changes(question: Question, schedule: Schedule) -> dict[str, dict[str, Any]]:
-    """Return schedule fields to change, by the name of the change, the cheapest in time first.
-    Chunks so short that cells take longer come last."""
+    """Return the changes to try, by name: new values of schedule fields, the cheapest in time
+    first. Chunks so short that cells take longer come last."""
     layers, tokens, host = len(question.model.layers), question.run.tokens, Tier.HOST
     largest, chunk = max(schedule.group_sizes(layers)), _half(min(schedule.chunk, tokens))
     if schedule.sparse is not None:
@@ -183,7 +183,7 @@ def explain_none_fits(plan: Plan) -> str:
 
 
 def explain_moved(plan: Plan) -> str:
-    """Return one line: why weights go to main memory, and how long a step then takes."""
+    """Return a line that says why weights go to main memory, and how long a step then takes."""
     seconds, first = plan.seconds, plan.unmoved
     assert first is not None, "something was moved"
     why = f"a step would take {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
@@ -248,7 +248,7 @@ def _room(plan: Plan) -> str:
 
 
 def _miss(plan: Plan) -> str:
-    """Say how many bytes a plan that does not fit needs and has, in the scarcest memory."""
+    """Return words for the bytes that a plan needs and has in the memory that is scarcest."""
     question = plan.question
     if question.machine.unified:  # one memory: a tier's limit excludes the other tier
         tiers = (plan.device.parts, plan.host.parts)

@@ -5,9 +5,9 @@ bits, in main memory or on a drive.
 
 `EightBitStates` keeps moments of one byte per element, by torchao (arXiv 2110.02861), and its
 results differ from AdamW's: after each update a moment is rounded to one of 256 values, relative to
-the largest of its 256 neighbours; a moment of fewer than 4,096 elements, or of a number that 256
-does not divide, keeps the parameter's dtype. Weights have no master: bfloat16 ones are rounded
-stochastically, by torch's generator of the device, so that small updates count on average.
+the largest in its block of 256; a moment of fewer than 4,096 elements, or of a number that 256 does
+not divide, keeps the parameter's dtype. Weights have no master: bfloat16 ones are rounded
+stochastically, by the device's generator in torch, so that small updates count on average.
 
 States that are updated in main memory are in `farspan.train.staged_states`. If weights live there,
 too, a thread may update them while the next step begins, in the order in which the step needs them:
@@ -47,13 +47,11 @@ from farspan.train.staged_states import (
 class OptimizerStates(Protocol):
     """Interface of AdamW's states in one format and one place.
 
-    `.grad` of a parameter has the dtype that these states expect: their constructor sets
-    `grad_dtype`.
+    The constructor sets each parameter's `grad_dtype` to the dtype that `update` needs in `.grad`.
     """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that training changes, except the parameters. Copying values into them
-        restores a checkpoint."""
+        """Return the tensors other than parameters that a checkpoint saves and restores."""
 
     def held(self) -> StateBytes:
         """Return the bytes of the states, including step counters."""
@@ -64,8 +62,7 @@ class OptimizerStates(Protocol):
 
 
 class ResidentStates:
-    """AdamW states on the device. Invariant: a bfloat16 or float16 parameter equals its rounded
-    fp32 master."""
+    """AdamW states on the device. Invariant: a 16-bit parameter equals its rounded fp32 master."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
         self._parameters = parameters
@@ -130,7 +127,7 @@ EIGHT_BIT_PARTS = ("codes", "scale", "qmap")
 
 
 def load_adamw() -> Any:
-    """Return torchao's 8-bit AdamW class. Raises UnsupportedError without torchao."""
+    """Return torchao's 8-bit AdamW class. Raises UnsupportedError if torchao is not installed."""
     try:
         return load("torchao.optim", "AdamW8bit")
     except ImportError as error:
@@ -142,7 +139,7 @@ class EightBitStates:
     rounded once, after the chunks of its layer were summed in fp32."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
-        """Allocate all states. Raises UnsupportedError without torchao."""
+        """Allocate all states. Raises UnsupportedError if torchao is not installed."""
         adamw, config = load_adamw(), rule.config
         self._parameters = parameters
         self._adam = adamw(
@@ -227,7 +224,7 @@ def decays(model: nn.Module) -> dict[str, bool]:
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trainable parameters, each once, under its first name."""
+    """Yield the trainable parameters, each once: tied ones under their first name."""
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
@@ -235,7 +232,7 @@ class TrainingOptimizer:
     """AdamW over a model's trainable parameters, which reads gradients from `.grad`.
 
     `config.states` is the place of the states; `auto`, which the run replaces earlier, means the
-    device here. If the model is sharded, each rank updates its pieces.
+    device here. If the model is sharded, each rank updates its part of each parameter.
     """
 
     def __init__(
@@ -285,8 +282,7 @@ class TrainingOptimizer:
         return dict(sorted(self.parameters.items(), key=lambda pair: places[id(pair[1])]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that training changes, except the parameters. Copying values into them
-        restores a checkpoint."""
+        """Return the tensors other than parameters that a checkpoint saves and restores."""
         return self._states.tensors()
 
     def settle(self) -> None:
@@ -331,8 +327,8 @@ class TrainingOptimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """Update once from gradients with the norm `norm`, and drop them. A thread may run the
-        update while the next step begins; call `settle` before reading weights or states."""
+        """Update once with gradients of the norm `norm`, and drop the gradients. A thread may run
+        the update while the next step begins; call `settle` before reading weights or states."""
         if self._thread is not None:
             self._update_on_thread(self._thread, lr, norm)
             return
@@ -345,7 +341,7 @@ class TrainingOptimizer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._config.clip, norm)
 
     def _update_on_thread(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
-        """Start the update on a thread; the next step waits for each layer's weights."""
+        """Start the update on a thread; the next step waits for the weights of each layer."""
         self.settle()
         norm = norm.cpu()  # now: the thread would wait for all later work of the device
         assert self._streamed is not None

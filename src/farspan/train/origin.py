@@ -52,14 +52,14 @@ OTHER_KINDS = (
 
 
 def is_adapters(path: Path) -> bool:
-    """Return whether a folder holds adapters, by peft's configuration file."""
+    """Return whether a folder holds adapters, that is, peft's configuration file."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
-    """If `model.path` is a folder of adapters, return their base model with adapters configured
-    like them, and the folder. Return any other model unchanged, and None. Raises UnsupportedError
-    naming the field, also for quantised weights without adapters."""
+    """Return the model to load, and the folder if `model.path` is a folder of adapters, else None.
+    The model is then the adapters' base model, with adapters configured like those in the folder.
+    Raises UnsupportedError naming the field, also for quantised weights without adapters."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
         if model.quantize is not None and model.lora is None:
@@ -86,7 +86,7 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
 
 
 def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Return the LoraConfig that describes the adapters in a folder. Raises UnsupportedError."""
+    """Return the LoraConfig of the adapters in a folder. Raises UnsupportedError."""
     refuse_other_kinds(path, config)
     with open_tensors(path / ADAPTER_TENSORS) as file:
         names = {name.split(".lora_")[0] for name in set(file.keys()) if ".lora_" in name}
@@ -121,7 +121,7 @@ def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
 
 def checkpoints_of(path: Path) -> list[Path]:
     """Return the checkpoints of a run folder, oldest first, or `path` alone if it is a checkpoint
-    itself. Raises UnsupportedError without checkpoints."""
+    itself. Raises UnsupportedError if there is no checkpoint."""
     if path.is_dir() and manifest_path(path).is_file():
         return [path]
     checkpoints = list_checkpoints(path / "checkpoints")
@@ -139,7 +139,7 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 def as_begun(run: RunConfig) -> RunConfig:
     """Complete a run with two values from its folder, unless the command sets them: the run whose
-    weights it started from, and the day that chat templates write (today for a new run).
+    weights it started from, and the date that chat templates insert (today for a new run).
 
     Raises:
         UnsupportedError: The folder's config.yaml has an invalid `start`.
@@ -222,7 +222,7 @@ def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
     """Raise UnsupportedError if only one of this run and the checkpoint's run has adapters, or if
-    their rank or alpha differ, which no tensor shows."""
+    their rank or alpha differ: the saved tensors do not show alpha."""
     config = checkpoint.parent.parent / "config.yaml"
     if not config.is_file():
         return
@@ -253,8 +253,8 @@ def _refuse_scale(here: LoraConfig, rank: int, alpha: float, where: Path) -> Non
 
 
 def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
-    """Copy the adapters of a folder that peft wrote into a model with adapters. Raises
-    UnsupportedError, before copying, if they do not match."""
+    """Copy adapters that peft saved in a folder to a model with adapters. Raises UnsupportedError,
+    before copying, if they do not match the model's."""
     if run.model.lora is None:
         raise UnsupportedError(
             f"start: {path} holds adapters; give model.lora to train them further"

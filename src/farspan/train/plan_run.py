@@ -62,7 +62,7 @@ class PlanOfRun:
     weights: str = ""  # why weights are in main memory; empty: they are not
 
     def words(self) -> Iterator[str]:
-        """Yield the lines to print below the answer of the plan."""
+        """Yield the lines to print below the plan."""
         run, plan = self.run, self.plan
         if self.weights:
             yield self.weights
@@ -98,7 +98,7 @@ class PlanOfRun:
 
 @dataclass(frozen=True, slots=True)
 class QuestionOfRun:
-    """A run file as a question to the planner, with the choices that the file leaves open."""
+    """A run file as input of the planner, with the choices that the file leaves open."""
 
     run: RunConfig
     question: Question
@@ -112,7 +112,7 @@ class QuestionOfRun:
         return PlanOfRun(run, plan)
 
     def longest(self, max_step: float) -> dict[str, Plan]:
-        """Return the plan for the longest context of each strategy, by `longest_contexts`."""
+        """Return by strategy the plan with the longest context, as `longest_contexts` finds it."""
         return longest_contexts(self.question, self.strategies(), max_step=max_step)
 
     def strategies(self) -> list[str] | None:
@@ -139,26 +139,26 @@ class QuestionOfRun:
 
 
 def question_of_run(
-    run: RunConfig, asked: Mapping[str, Any], progress: Callable[[str], None]
+    run: RunConfig, options: Mapping[str, Any], progress: Callable[[str], None]
 ) -> QuestionOfRun:
-    """Return a run file as a question to the planner. Fields of a `Request` in `asked` replace the
+    """Return a run file as input of the planner. Fields of a `Request` in `options` replace the
     run's; `progress` receives the name of each measurement on this machine.
 
-    A sequence counts as one document, the case in which attention takes most time. Raises
+    Each sequence counts as one document, the case in which attention takes most time. Raises
     UnsupportedError naming the field.
     """
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
     run = replace(run, model=with_base(model)[0])
-    gpus = asked.get("gpus")
+    gpus = options.get("gpus")
     if gpus is not None and gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus}")
-    machine = asked.get("machine", HERE)
+    machine = options.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
     config, packed = _model(run)
-    run = _with_optimizer(run, asked)
+    run = _with_optimizer(run, options)
     own = {"optimizer": run.optimizer.states.value, "margin": run.margin}
     own["loss"] = run.objective.kind
     question = Request(
@@ -171,23 +171,23 @@ def question_of_run(
         dtype=run.model.dtype.value,
         sparse=run.pages(),
         kernels=run.kernels,
-        **{**own, **asked, "machine": machine, "gpus": 1},
+        **{**own, **options, "machine": machine, "gpus": 1},
     ).question()
-    if not {"loss", "reference"} & asked.keys():
+    if not {"loss", "reference"} & options.keys():
         question = replace(question, loss=run.objective.planned())
     if run.model.path is not None:
         question = replace(question, model=replace(question.model, name=run.model.path))
-    if "host_memory" in asked:
+    if "host_memory" in options:
         run = replace(run, host_memory=None)
-    if "optimizer" not in asked or asked["optimizer"] == AUTO:
+    if "optimizer" not in options or options["optimizer"] == AUTO:
         question = replace(question, open=open_of(run))
     return QuestionOfRun(run, _for_devices(run, question, gpus))
 
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     """Return the model to plan for and whether its linear modules have 4-bit weights. The model is
-    its configuration, or its profiles if adapters skip some modules. Raises UnsupportedError for a
-    model that cannot be trained exactly."""
+    given by its configuration, or by profiles if adapters skip some modules. Raises
+    UnsupportedError for a model that cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -213,19 +213,18 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     return profiles_of_model(blank, model.path or config.model_type), packed
 
 
-def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
-    """Return the run with the command line's optimizer, if a run file can express it."""
-    if "optimizer" not in asked:
+def _with_optimizer(run: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+    """Return the run with the optimizer that `options` names, if a run file can express it."""
+    if "optimizer" not in options:
         return run
-    given = asked["optimizer"]
+    name = options["optimizer"]
     places = {str(optimizer): place for place, optimizer in PLANNED.items()}
-    known = given if given in tuple(StatesPlace) else places.get(given, StatesPlace.AUTO)
+    known = name if name in tuple(StatesPlace) else places.get(name, StatesPlace.AUTO)
     return replace(run, optimizer=replace(run.optimizer, states=StatesPlace(known)))
 
 
 def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Question:
-    """Return the question for all devices that share the run, within the memory that the run file
-    allows."""
+    """Return the planner's input for all devices of the run, within the run file's memory limit."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
     if question.nf4 and layout.devices() > 1:
@@ -245,16 +244,15 @@ def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Questi
     return as_run(shared)
 
 
-def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
+def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
     """Return the layout of ranks that the run would have on `gpus` devices."""
-    if isinstance(given, Parallel):
-        return given.layout(gpus or given.asked())
-    if given is None and gpus is None:
+    if isinstance(parallel, Parallel):
+        return parallel.layout(gpus or parallel.asked())
+    if parallel is None and gpus is None:
         return ALONE
     return sequence_layout(model, gpus or machine.devices)
 
 
 def stretched_by(model: str, tokens: int) -> dict[str, Any]:
-    """Return the overrides that extend a model's positions to `tokens`. `model` is a name or
-    folder, as for `find_config`."""
+    """Return the overrides that extend the positions of `model`, a name or folder, to `tokens`."""
     return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)

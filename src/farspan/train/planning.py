@@ -93,7 +93,7 @@ OWN = "the run's own"  # name of a schedule without a strategy
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule and the reason for it."""
+    """A schedule, and the reason to choose it."""
 
     strategy: str
     schedule: Schedule
@@ -119,33 +119,33 @@ class FreeMemory:
         return replace(machine, device_bytes=mine, host_bytes=host)
 
 
-def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
-    """Return the memory that this process can use now. Each of the `ranks` processes on this
-    machine already holds `held` bytes in the tier of its weights, and `on_host` bytes of main
-    memory next to a GPU."""
+def free_now(device: torch.device, used: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
+    """Return the memory that this process can use now, including what it already uses: on a CPU
+    `used` bytes in each of the `ranks` processes on this machine; on a GPU the memory that torch
+    has reserved, and `on_host` bytes of main memory per process."""
     host = available_host_bytes()
     if device.type == "cpu":
-        return FreeMemory(0, host + ranks * held)
+        return FreeMemory(0, host + ranks * used)
     free, _ = torch.cuda.mem_get_info(device)
     return FreeMemory(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
 
 
-def least_free(world: DistributedContext, held: int, on_host: int) -> FreeMemory:
+def least_free(world: DistributedContext, used: int, on_host: int) -> FreeMemory:
     """Return the free memory of the rank that has the least, for steps that all ranks share. All
-    ranks call this; `held` and `on_host` are as for `free_now`."""
-    mine = free_now(world.device, held, on_host, world.local_size)
+    ranks call this; `used` and `on_host` are as for `free_now`."""
+    mine = free_now(world.device, used, on_host, world.local_size)
     return FreeMemory(world.minimum(mine.device), world.minimum(mine.host))
 
 
 class SchedulePolicy:
-    """Chooses the run's schedules: the run file's, given by name or by fields, or the planner's for
+    """Choice of a run's schedules: the run file's, given by name or by fields, or the planner's for
     this machine with `strategy: auto`. Rank 0 chooses for all ranks, within the memory of the rank
     that has the least.
 
-    A choice inspects and measures only as much as it needs; `progress` is told what is measured,
-    and may raise to stop it. After a shortage the planner gets less of the tier that ran out: it
-    chooses any schedule for a machine with less memory, whose budgets only shrink, or cuts the
-    run's own schedule into smaller pieces and moves more to the host.
+    A choice inspects and measures only as much as it needs; `progress` receives the name of each
+    measurement, and may raise to stop it. When memory has run out, the planner plans for a machine
+    with less of that memory, whose budgets only shrink; the run file's own schedule gets smaller
+    chunks and groups, and keeps more in main memory.
     """
 
     def __init__(
@@ -161,13 +161,13 @@ class SchedulePolicy:
         return self._on_rank0(self._first)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
-        """Return the schedule of the next attempt, which takes less of the tier that ran out than
-        `before`. Raises UnsupportedError if no schedule does."""
+        """Return the schedule of the next attempt, which takes less than `before` of the tier that
+        ran out. Raises UnsupportedError if no schedule does."""
         return self._on_rank0(partial(self._again, before, shortage))
 
     def lighter(self, before: Choice, shortage: Shortage) -> Choice:
         """Return a version of the run file's schedule that takes less memory, without asking other
-        ranks. Raises UnsupportedError without one."""
+        ranks. Raises UnsupportedError if there is none."""
         ctx = self._ctx
         inspected = ctx.inspected or InspectedModel(ctx.describe())
         machine = bare_machine(ctx.device)
@@ -250,7 +250,7 @@ class SchedulePolicy:
         return self._choose(self._limit(replace(self._question, machine=machine)))
 
     def _limit(self, question: Question) -> Question:
-        """Return the question with the machine's memory reduced to the free bytes."""
+        """Return the planner's input with the machine's memory reduced to the free bytes."""
         free = self._free or self._look()
         machine = allowed(self._ctx.run, free.limit(question.machine))
         self._question = replace(question, machine=machine)
@@ -264,7 +264,8 @@ class SchedulePolicy:
 
 
 def _reused(plan: Plan | None, question: Question) -> Plan | None:
-    """Return a plan as the answer to `question`, if it plans the same step with as much room."""
+    """Return `plan` as the plan for `question`, or None if it is for another step or would have
+    less room there than before."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -307,17 +308,17 @@ def _retry_bytes(budget: Budget) -> int:
 
 
 def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
-    """Return the question that plans one batch of the run on this machine."""
+    """Return the planner's input for one batch of the run on this machine."""
     assert ctx.inspected is not None, "a run that plans has inspected its model"
     machine = ctx.components.machine_once(ctx.device, torch_dtype(ctx.run), progress)
     return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function from a program to the step's bytes besides the program's buffers.
+    """Return a function from a program to the bytes of a step outside the program's buffers.
 
-    The model's profile predicts them, and the first step measures them. For ranks that share a
-    step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights
+    The model's profile predicts these bytes, and the first step measures them. For ranks that share
+    a step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights
     count at their largest, and savings by fused kernels do not count.
     """
     run = ctx.run
@@ -335,7 +336,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanner:
-    """Planner of a `farspan.Step`, which has no run file; chooses like `strategy: auto`."""
+    """Planner of a `farspan.Step`, which has no run file; it chooses as `strategy: auto` does."""
 
     components: Components = field(default_factory=Components)
 
@@ -353,8 +354,8 @@ class StepPlanner:
         """Return the best plan of a step of this model on a device, with room for AdamW.
 
         For a `sharded` model all ranks call it, and rank 0 plans for the rank with the least free
-        memory. If `moves`, the model's weights go to main memory when nothing fits with them on the
-        device, and stay there. Raises UnsupportedError if no plan fits.
+        memory. With `moves`, the model's weights go to main memory and stay there, if no plan fits
+        with weights on the device. Raises UnsupportedError if no plan fits.
         """
         world = _world_of(device, sharded)
         parameters = list(model.parameters())
@@ -405,7 +406,6 @@ def _world_of(device: torch.device, sharded: ShardedModel | None) -> Distributed
 
 
 def _local_bytes(weight: torch.Tensor) -> int:
-    """Return the bytes of the part of a weight that this rank holds."""
     return 0 if weight.is_meta else local(weight).nbytes
 
 
@@ -438,8 +438,8 @@ def question_of(
     states: StatesPlace,
     world: DistributedContext,
 ) -> Question:
-    """Return the question that plans one batch of the run, with optimizer states in the place
-    `states`; for `auto`, in the first allowed place."""
+    """Return the planner's input for one batch of the run, with optimizer states in the place
+    `states`; `auto` stands for the tier of the weights."""
     default = StatesPlace.HOST if run.schedule.weights is Tier.HOST else StatesPlace.DEVICE
     # Only the run's devices on this node share links and main memory.
     here = replace(machine, devices=world.local_size)
@@ -527,8 +527,8 @@ def _place(
 def _planned(
     run: RunConfig, components: Components, question: Question, before: str | None
 ) -> Plan:
-    """Return the best plan over all open placements. A resumed run keeps its placement if that
-    fits; with a schedule from the run file only bytes decide, not time."""
+    """Return the best plan over all placements that the run leaves open. A resumed run keeps its
+    placement if that fits. For a schedule from the run file only bytes decide, not time."""
     if run.schedule.strategy == AUTO:
         if before is not None:
             same = components.best_plan(replace(question, open=PINNED))
@@ -597,38 +597,38 @@ def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str,
     }
 
 
-def choice_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:
+def choice_json(choice: Choice, written: Schedule, layout: Layout) -> dict[str, Any]:
     """Return a choice and the planner's plan as JSON, from which `recall_plan` restores the choice.
-    `asked` is the run file's schedule, if the planner did not choose."""
-    found: dict[str, Any] = {"asked": to_mapping(asked), "layout": asdict(layout)}
+    `written` is the run file's schedule, if the planner did not choose."""
+    values: dict[str, Any] = {"asked": to_mapping(written), "layout": asdict(layout)}
     if choice.plan is not None:
-        found = choice.plan.to_json()
-    return found | {"strategy": choice.strategy, "fields": to_mapping(choice.schedule)}
+        values = choice.plan.to_json()
+    return values | {"strategy": choice.strategy, "fields": to_mapping(choice.schedule)}
 
 
 def recall_plan(
-    known: dict[str, Any] | None,
+    record: dict[str, Any] | None,
     question: Question,
     evaluate: Callable[[Question, str, Schedule], Plan],
 ) -> Choice | None:
-    """Return the schedule that the planner chose in an earlier part of this run, so that results
-    stay bit-identical, or None if it was chosen for another machine. In another layout bits change
-    anyway, so only a sparse schedule that can run there is kept: its chunk is part of the
-    attention's definition."""
+    """Return the schedule that the planner chose in an earlier part of this run, read from its
+    `record`, so that results stay bit-identical, or None if it was chosen for another machine. In
+    another layout bits change anyway, so only a sparse schedule that can run there is kept: its
+    chunk is part of the attention's definition."""
     layout = question.layout
-    if known is None or known.get("machine") != question.machine.name:
+    if record is None or record.get("machine") != question.machine.name:
         return None
     try:
         # The place of weights changes no bit, and a resumed run may name another.
-        schedule = convert(Schedule, known["fields"], "fields")
+        schedule = convert(Schedule, record["fields"], "fields")
         schedule = replace(schedule, weights=question.weights)
         if schedule.sparse != question.sparse:
             return None
-        if question.sparse is None and known.get("layout") != asdict(layout):
+        if question.sparse is None and record.get("layout") != asdict(layout):
             return None
         refuse_together(schedule, layout)
         group_ranges(schedule, len(question.model.layers), layout.pipeline)
-        plan = evaluate(question, str(known["strategy"]), schedule)
+        plan = evaluate(question, str(record["strategy"]), schedule)
     except WRONG:
         return None
     return Choice(plan.strategy, schedule, "as planned before", plan)

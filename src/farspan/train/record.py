@@ -1,9 +1,9 @@
 """Records of a run: the history of its parts with commands, machines and versions; and one step in
 detail, with its planned and measured memory by cause and its time by kind of work. Two steps per
-schedule are watched: the first for memory, which is metered anyway, and the second for time.
+schedule are recorded: the first for memory, which is metered anyway, and the second for time.
 
 The engine knows the exact bytes of weights, optimizer states and the program's buffers. Weight
-gradients are counted as they appear. The rest of the measured memory belongs to a cell.
+gradients are counted as they appear. The rest of the measured memory counts for the running cell.
 """
 
 import os
@@ -78,7 +78,7 @@ HIDDEN = "***"
 
 def part_json(ranks: int) -> dict[str, Any]:
     """Return the entry of history.json for the part of a run that begins now: command, machine,
-    versions. No environment variables."""
+    versions. Environment variables are left out."""
     return {
         "command": command_text(sys.argv),
         "ranks": ranks,
@@ -133,7 +133,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    """Return this node's hardware; bytes are those of each device and of main memory."""
+    """Return this node's hardware, with the bytes of each device and of main memory."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.cuda.get_device_properties(0) if gpus else None
     return {
@@ -188,9 +188,9 @@ class StepRecorder:
 
         return seen
 
-    def _pass(self, walk: WatchedProgram) -> None:
-        walk.marks.append(self._mark())
-        walk.copied.append(len(self._timed()))
+    def _pass(self, executed: WatchedProgram) -> None:
+        executed.marks.append(self._mark())
+        executed.copied.append(len(self._timed()))
 
     def _timed(self) -> list[tuple[Lane, Any, Any]]:
         return (self.copies and self.copies.timed) or []
@@ -226,8 +226,8 @@ class StepRecorder:
         return {kind: size for kind, size in by_kind.items() if size > 0}
 
     def spans(self) -> Iterator[tuple[Program, Span]]:
-        """Yield when each instruction, copy and update kept a lane (compute, copies, ranks) busy,
-        in seconds since the first program began."""
+        """Yield each program with a time span, in seconds since the first program began, in which
+        one instruction, copy or update kept a queue (such as `compute` or `fetch`) busy."""
         first, timed = self.walks[0].marks[0], self._timed()
         for walk in self.walks:
             for index, instruction in enumerate(walk.program.instructions):
@@ -256,7 +256,7 @@ def _between(began: Any, ended: Any) -> float:
 
 
 def _lane(program: Program, instruction: Instruction) -> str:
-    """Return the lane on which `farspan plan --timeline` draws an instruction, or "" for none."""
+    """Return the queue in which `farspan plan --timeline` shows an instruction, or "" for none."""
     alone = program.share.rank.layout.devices() == 1
     match instruction:
         case Allocate() | Free():
@@ -271,81 +271,81 @@ def _lane(program: Program, instruction: Instruction) -> str:
             return "compute"
 
 
-def _may_change_gradients(instruction: Instruction, known: set[object]) -> bool:
+def _may_change_gradients(instruction: Instruction, seen: set[object]) -> bool:
     """Return whether an instruction may change the bytes of `.grad`: a group's Close may, and so
-    may the first backward of each layer. `known` has the kinds and layers seen so far."""
+    may the first backward of each layer. Adds to `seen`, the kinds and layers seen so far."""
     if isinstance(instruction, Close):
         return True
     if not isinstance(instruction, Backward | Head | EmbedBackward):
         return False
     key = type(instruction), getattr(instruction, "layer", None)
-    known_before = key in known
-    known.add(key)
-    return not known_before
+    seen_before = key in seen
+    seen.add(key)
+    return not seen_before
 
 
 # -- as JSON ---------------------------------------------------------------------------------------
 
 
 def memory_json(
-    walk: WatchedProgram,
-    at: StepFrames,
+    executed: WatchedProgram,
+    frames: StepFrames,
     expected: Expected,
-    held: Mapping[str, int],
+    before: Mapping[str, int],
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause: one number, or one per frame of the
-    report's drawing, at its fullest instruction. `held` are the device's bytes before the step (on
-    a CPU, those of main memory), and `peak` is the measured peak above them."""
+    """Return planned and measured bytes of a step by cause. A value is one number, or one per frame
+    of the report's drawing, at that frame's highest peak. `before` are the device's bytes before
+    the step (on a CPU, those of main memory), and `peak` is the measured peak above these."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
-    places = _fullest(walk.peaks, at)
-    buffers = _buffers(walk.program, tiers, places)
-    arena = sum(walk.program.arena_bytes[tier] for tier in tiers)
-    fixed = {**held, **_fixed_parts(expected.parts, tiers)}
+    places = _fullest(executed.peaks, frames)
+    buffers = _buffers(executed.program, tiers, places)
+    arena = sum(executed.program.arena_bytes[tier] for tier in tiers)
+    fixed = {**before, **_fixed_parts(expected.parts, tiers)}
     gaps = {"placement": arena - sum(buffers.values(), np.zeros(len(places), np.int64))}
-    gradients = np.array(walk.gradients, np.int64)[places]
-    rest = np.array(walk.peaks, np.int64)[places] - arena - gradients
-    measured = {**held, **gaps, **buffers, "gradients": gradients, "cells": np.maximum(rest, 0)}
+    gradients = np.array(executed.gradients, np.int64)[places]
+    rest = np.array(executed.peaks, np.int64)[places] - arena - gradients
+    measured = {**before, **gaps, **buffers, "gradients": gradients, "cells": np.maximum(rest, 0)}
     values: dict[str, Any] = {
         "tier": "main memory" if device.type == "cpu" else "device memory",
         "planned": {
             "peak": sum(fixed.values()) + arena,
             "parts": _nonzero({**fixed, **gaps, **buffers}),
         },
-        "measured": {"peak": sum(held.values()) + peak, "parts": _nonzero(measured)},
+        "measured": {"peak": sum(before.values()) + peak, "parts": _nonzero(measured)},
     }
     if device.type != "cpu":
-        there = _buffers(walk.program, (Tier.HOST,), places)
+        there = _buffers(executed.program, (Tier.HOST,), places)
         values["host"] = _nonzero({**dict(_on_host(expected.parts)), **there})
     return values
 
 
-def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
-    """Return the index of the instruction with the highest peak bytes, for each frame."""
+def _fullest(peaks: Sequence[int], frames: StepFrames) -> Bytes:
+    """Return for each frame the index of its instruction with the highest peak bytes."""
     values, tops, start = np.array(peaks, np.int64), list[int](), 0
-    for end in at.ends:
+    for end in frames.ends:
         stop = min(end, len(values))
         tops.append(start + int(values[start:stop].argmax()) if stop > start else len(values) - 1)
         start = stop
     return np.array(tops, np.int64)
 
 
-def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, Bytes]:
-    """Return the bytes of live buffers by kind, at each of the instruction indices `at`."""
+def _buffers(program: Program, tiers: tuple[Tier, ...], indices: Bytes) -> dict[str, Bytes]:
+    """Return the bytes of live buffers, by kind, at each of the instruction numbers `indices`."""
     changes: dict[str, Bytes] = {}
     for buffer in program.buffers.values():
         if buffer.tier in tiers:
-            own = changes.setdefault(
+            change = changes.setdefault(
                 buffer.kind.value, np.zeros(len(program.instructions) + 1, np.int64)
             )
-            own[buffer.born] += buffer.bytes
-            own[buffer.dies] -= buffer.bytes
-    return {kind: np.cumsum(change)[at] for kind, change in changes.items()}
+            change[buffer.born] += buffer.bytes
+            change[buffer.dies] -= buffer.bytes
+    return {kind: np.cumsum(change)[indices] for kind, change in changes.items()}
 
 
 def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
-    """Return the constant bytes of a plan by cause, without those held before the step."""
+    """Return the bytes of a plan, by cause, that exist throughout a step but not before it."""
     on_host = parts.get("host_gradients", 0) if Tier.HOST in tiers else 0
     return {
         "gradients": parts.get("gradients", 0) + on_host,
@@ -386,17 +386,17 @@ def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> d
     return spans_json(recorder.spans(), words, rank + 1)
 
 
-def drawn_json(walk: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
-    """Return the frames that the report draws of an executed program, and their measured times, in
-    the form of `farspan.report.plan_page`."""
-    first, *_ = walk.marks
-    begins = {index: _between(first, mark) for index, mark in enumerate(walk.marks[:-1])}
-    return drawn_walk(walk.program, begins, _between(first, walk.marks[-1]))
+def drawn_json(executed: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
+    """Return the frames in which the report draws an executed program, and their measured times, as
+    `farspan.report.plan_page` expects them."""
+    first, *_ = executed.marks
+    begins = {index: _between(first, mark) for index, mark in enumerate(executed.marks[:-1])}
+    return drawn_walk(executed.program, begins, _between(first, executed.marks[-1]))
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
-    """Return the seconds that the planner expects per update of `batches` batches: by kind of work
-    as if it ran alone, of attention, and in total with overlap."""
+    """Return the seconds that the planner expects per update of `batches` batches: of each kind of
+    work and of attention as if each ran alone, and in total with overlap."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
     seconds, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):

@@ -7,7 +7,7 @@ plan.json        only with strategy auto: the planner's choice and its predictio
 shortage.json    only after a rank ran out of memory within a shared step: its schedule; the next
                  start takes a lighter one
 comparison.json  only with strategy auto: predictions and measurements
-step.json        one step in detail: its walk over the cells, memory by cause, seconds by work
+step.json        one step in detail: the order of its cells, memory by cause, seconds by work
 history.json     each part of the run: command, machine, versions, start and end
 report.html      all of the above as one page, written when `farspan train` ends
 windows.json     only with data.streaming: digests of the windows that were read, by source
@@ -142,8 +142,9 @@ class RunFolder:
     folder, and another run may start under the old name. A second process in the same folder is
     refused.
 
-    Attributes: name: The folder as the user named it; after `__exit__`, its current name. path: The
-    folder to read and write in; `durable.shown` makes it readable.
+    Attributes:
+        name: The folder as the user named it; after `__exit__`, its current name.
+        path: The folder to read and write in; `durable.shown` makes it readable.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -295,7 +296,7 @@ class RunFolder:
             raise write_failure(self.metrics, error.strerror or str(error)) from error
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Drop metrics after `step` and a truncated last line, and return the others."""
+        """Drop metrics of steps after `step` and a truncated last line, and return the rest."""
         if not self.metrics.exists():
             return []
         kept = [line for line in read_metrics(self.metrics) if line["step"] <= step]
@@ -344,7 +345,7 @@ class OthersFolder(RunFolder):
 
 
 def _refuse_wrong_kind(path: Path, kind: str) -> None:
-    """Raise UnsupportedError if `path` exists and is not a "file" or "folder" (`kind`)."""
+    """Raise UnsupportedError if `path` exists but is not what `kind` says, "file" or "folder"."""
     right = os.path.isdir(path) if kind == "folder" else os.path.isfile(path)
     if os.path.lexists(path) and not right:
         raise UnsupportedError(
@@ -380,7 +381,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the batch summed over all replicas instead of one replica's."""
+    """Return the settings with the batch of all replicas together in place of one replica's."""
     batch = leaves["batch"] * (leaves.get(DATA) or 1)
     return _without("batch", leaves) | {"batch of all replicas": batch}
 
@@ -406,7 +407,7 @@ class Finding:
 
 
 def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
-    """Find what is not finite among the loss, every weight and its gradient."""
+    """Find the first weight and gradient that are not finite, and whether the loss is."""
     finite_loss = abs(loss) < float("inf")  # false for NaN too
     return Finding(
         kind="gradient" if finite_loss else "loss",
@@ -427,8 +428,7 @@ def diagnosis_json(
     loss: float,
     norm: float | None,
 ) -> dict[str, Any]:
-    """Return the content of diagnosis.json, without the batches. `norm` is None if the loss is that
-    of held-out text."""
+    """Return what diagnosis.json holds, except batches; `norm` is None for a held-out loss."""
     return {
         "step": step,
         "not_finite": "held-out loss" if norm is None else finding.kind,
@@ -451,16 +451,16 @@ def capture_rng() -> dict[str, Tensor]:
     return states
 
 
-def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -> None:
-    """Restore the states of `capture_rng` on the devices that exist. `own` is the rank's GPU; it
+def restore_rng(states: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+    """Restore the states of `capture_rng` on the devices that exist. `device` is the rank's GPU; it
     gets the state of the first GPU, which is rank 0's."""
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         if f"cuda:{index}" in states:
             torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
-    if own is not None and (own.index or 0) > 0 and "cuda:0" in states and count > 0:
-        torch.cuda.set_rng_state(states["cuda:0"], own)
+    if device is not None and (device.index or 0) > 0 and "cuda:0" in states and count > 0:
+        torch.cuda.set_rng_state(states["cuda:0"], device)
 
 
 @dataclass(slots=True)

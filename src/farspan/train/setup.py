@@ -84,8 +84,8 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
-    """Return the run with its tokenizer filled in (the model's, or bytes for random weights), and
-    the replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
+    """Fill in a run's tokenizer (by default the model's, or bytes for random weights) and the
+    replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -108,8 +108,8 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
 
 
 def _warn_of_positions(blank: Any, context: int, observer: Observer) -> None:
-    """Warn that the context exceeds the model's positions. Documents that are too long can be
-    refused only after the data are read."""
+    """Warn if the context exceeds the model's positions. Documents that are too long can be refused
+    only after the data are read."""
     limit = context_limit(blank)
     if limit is not None and context > limit:
         observer.note(
@@ -125,8 +125,8 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Make the context of a run, but no engine, and lay out the ranks. `about` is the about.json of
-    an earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
+    """Make a run's context, without engine, and lay out the ranks. `about` is the about.json of an
+    earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # fail before loading the model
     memory = components.choose_allocator(run.allocator, world.device)
@@ -191,10 +191,10 @@ def _load_placed(
     world: DistributedContext,
     about: Mapping[str, Any],
 ) -> tuple[RunConfig, Placed, Any, int]:
-    """Choose the tiers of weights and optimizer states, and load the model there.
+    """Choose the tiers of weights and optimizer states, and load the model into its tier.
 
-    Returns the run with its weights in their place, the states' place, the model, and the bytes
-    that the process held before loading it. Raises UnsupportedError.
+    Returns the run with the tier of its weights set, the place of the states, the model, and the
+    bytes that the process held before loading the model. Raises UnsupportedError.
     """
     is_packed = run.model.quantize is not None or format_of(blank.config) is not None
     if not is_packed:
@@ -211,8 +211,7 @@ def _load_placed(
 def _check_data(
     run: RunConfig, corpus: Corpus, tokenizer: Tokenizer, blank: Any, observer: Observer
 ) -> None:
-    """Refuse data that the model does not support, before a step would fail. Raises
-    UnsupportedError."""
+    """Raise UnsupportedError if the model does not support the data, before a step would fail."""
     largest = max(corpus.parts, key=lambda part: max(store.largest for store in part.stores))
     _check_vocabulary(run, corpus.largest, largest.opened, blank)
     rows = blank.get_input_embeddings().num_embeddings
@@ -226,11 +225,11 @@ def _check_data(
 
 
 def _check_window(
-    run: RunConfig, model: Any, other: Any, opened: OpenedSource, store: TokenStore
+    run: RunConfig, model: Any, reference: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
-    """Refuse the documents that a stream holds in memory if either model does not support them,
-    naming the document; `other` is the second model. Raises UnsupportedError."""
-    for limited in [model] if other is None else [model, other]:
+    """Raise UnsupportedError, naming the document, if the model or `reference` (None: no second
+    model) does not support a document that a stream holds in memory."""
+    for limited in [model] if reference is None else [model, reference]:
         place = ""
         try:
             place = store.place_of(int((store.tokens == store.largest).argmax()))
@@ -253,8 +252,8 @@ def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
 def _load_reference(
     run: RunConfig, components: Components, world: DistributedContext, model: Any, corpus: Corpus
 ) -> Any:
-    """Return the reference model of the run's loss, or None without one. Rank 0 loads its weights;
-    other ranks get a model without weights. Raises UnsupportedError."""
+    """Return the reference model of the run's loss, or None if the loss needs none. Rank 0 loads
+    the weights; other ranks get a model without weights. Raises UnsupportedError."""
     loss, reference = run.objective, None
     if loss.compared() is Reference.FROZEN:
         reference = copy.deepcopy(model)
@@ -328,7 +327,7 @@ def load_run_tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def embedded_rows(run: RunConfig) -> int:
-    """Return the embedding rows that the run needs if it resizes them, else 0."""
+    """Return how many embedding rows the run needs if it resizes the embeddings, else 0."""
     return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 
@@ -418,8 +417,8 @@ def _load(
 
 
 def adapt(model: Any, run: RunConfig) -> None:
-    """Add the run file's adapters to the model, if any. Raises UnsupportedError, also for a
-    quantised model without adapters."""
+    """Add the run file's adapters to the model, if any. Raises UnsupportedError if they do not fit
+    the model, or if a quantised model gets no adapters."""
     lora = run.model.lora
     if lora is None:
         refuse_whole(model.config)
@@ -464,8 +463,7 @@ def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model:
 def shard_model(
     run: RunConfig, components: Components, model: Any, world: DistributedContext
 ) -> ShardedModel | None:
-    """Shard a model that rank 0 has loaded, in place. Returns None if every rank keeps the whole
-    model."""
+    """Distribute a model that rank 0 has loaded, in place. Returns None if ranks keep it whole."""
     if world.ranks is None:
         return None
     if not is_sharded(run, world.layout):
@@ -500,8 +498,8 @@ def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
 
 
 def refuse_weights(weights: Tier, layout: Layout) -> None:
-    """Raise UnsupportedError, naming the run file's field, if ranks of this layout cannot hold
-    their weights in this tier."""
+    """Raise UnsupportedError, naming the run file's field, if ranks of this layout cannot keep
+    their weights in the tier `weights`."""
     try:
         refuse_together(Schedule(weights=weights), layout)
     except UnsupportedError as error:
@@ -576,8 +574,8 @@ def _ranks_words(world: DistributedContext) -> str:
 def show_data(
     run: RunConfig, sequence: int, held_out: bool, watch: Watch = unwatched
 ) -> Iterator[str]:
-    """Yield lines about the data and about sequence `number`, counted from 0 in training order or
-    among the held-out sequences. Raises UnsupportedError."""
+    """Yield lines about the data and about one sequence, whose number counts from 0 in training
+    order or among the held-out sequences. Raises UnsupportedError."""
     run = as_begun(resolve(replace(run, parallel=None)))
     tokenizer = load_run_tokenizer(run)
     corpus = _open_data(run, tokenizer, watch)

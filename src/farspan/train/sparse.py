@@ -1,5 +1,5 @@
-"""Sparse attention in a run: its selector, the marks on its outputs, and the warning about lost
-attention mass."""
+"""Sparse attention in a run: its page selector, the keys that mark its outputs as approximate, and
+the warning about attention mass on hidden tokens."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -25,13 +25,13 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 
 
 def marks(run: RunConfig) -> dict[str, str]:
-    """Return the keys that mark all outputs of a sparse run; empty for dense attention."""
+    """Return JSON keys that mark a run's outputs as made with sparse attention, if they are."""
     return {} if run.sparse is None else {"attention": "sparse"}
 
 
 def hides(run: RunConfig) -> bool:
-    """Return whether a query of this run may miss a token that dense attention would show. A chunk
-    of one page decides: it has the most pages to choose from, and a retry may use it."""
+    """Return whether a query of this run may miss a token that dense attention shows it. Computed
+    for chunks of one page, which have the most pages to choose from: a retry may use them."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -41,7 +41,7 @@ def hides(run: RunConfig) -> bool:
 
 
 def opening_words(run: RunConfig) -> str:
-    """Return the first message of a run that uses sparse attention."""
+    """Return the message that a run with sparse attention shows first."""
     assert run.sparse is not None
     words = sparse_words(run.sparse.spec(), hides=hides(run)) + sparsity_words(run)
     return f"{words}; {NOT_DENSE}" if hides(run) else words
@@ -55,14 +55,14 @@ def sparsity_words(run: RunConfig) -> str:
 
 
 def what_changes(run: RunConfig, change: str) -> str:
-    """Return words for the effect that a changed setting has on the results of a resumed run."""
+    """Return a clause that says how a changed setting affects the results of a resumed run."""
     if run.sparse is not None and change.startswith("schedule."):
         return "sparse attention sees other tokens if the chunk changes, and gradients differ then"
     return "the gradients are the same up to rounding, but not bit for bit"
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return words for how a changed chunk alters sparse attention; empty if it does not."""
+    """Return a clause that says how a changed chunk alters sparse attention; "" if not at all."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
@@ -73,8 +73,8 @@ def other_chunk(before: int | None, now: Schedule) -> str:
 
 def fraction_of(config: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
     """Return the selector that keeps a fixed share of pages, or None if the run file sets no
-    sparsity. Raises UnsupportedError if that share exceeds the budget. Shares are counted for a
-    chunk of one page, to which a run short of memory may fall back."""
+    sparsity. Raises UnsupportedError if that share is more than the budget. The check assumes
+    chunks of one page, to which a run short of memory may change."""
     sparse = schedule.sparse
     if sparse is None or config is None or config.sparsity is None:
         return None
@@ -90,8 +90,9 @@ def fraction_of(config: SparseConfig | None, schedule: Schedule, context: int) -
 
 
 def index_of(config: SparseConfig | None, blank: Any = None) -> Index | None:
-    """Return the index by which a run chooses pages, or None without one. Raises UnsupportedError,
-    naming the field, if it cannot be read or does not fit the model (`blank` has no weights)."""
+    """Return the index by which a run chooses pages, or None if the run file names none. Raises
+    UnsupportedError, naming the field, if the index cannot be read or does not fit the model
+    `blank` (its weights are not needed; None: any model)."""
     if config is None or config.index is None:
         return None
     layers = None if blank is None else attention_of(deepcopy(blank))
@@ -107,7 +108,8 @@ def index_of(config: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     config: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """Return the run's selector of pages; None: take the most votes. Raises UnsupportedError."""
+    """Return the run's page selector, or None for the default, which takes the pages with the most
+    votes. Raises UnsupportedError."""
     share = fraction_of(config, schedule, context)
     if schedule.sparse is None:
         return share
@@ -116,13 +118,13 @@ def selector_for(
 
 
 def _sparsity_for(most: int, pages: int) -> float:
-    """Return the least sparsity, to four decimals, that leaves at most `most` pages."""
+    """Return the least sparsity, to four decimals, that keeps at most `most` of `pages` pages."""
     return ceil(10_000 * (1 - Ratio(most, pages))) / 10_000
 
 
 def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
     """Return attention-mass values for metrics.jsonl: the mean over the step's sampled cells, the
-    minimum over their queries, and the layer of that minimum. Empty if no cell hid a page."""
+    minimum over all queries in them, and that query's layer. Empty if no cell hid a page."""
     if not seen:
         return {}
     least = min(seen, key=lambda cell: cell.mass.minimum)
@@ -135,7 +137,7 @@ def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MassWatch:
-    """Warns when queries see too little attention mass, at most every `REMIND` steps."""
+    """Warning that queries see too little attention mass, given once in `REMIND` steps at most."""
 
     below: float
     warned: int | None = None  # step of the last warning

@@ -1,28 +1,28 @@
 """AdamW states in main memory or on a drive, updated in main memory slice by slice.
 
-`HostStates` cuts parameters into pieces that pass through slots of pinned memory:
+`HostStates` cuts parameters into slices, which pass through a few pinned staging buffers:
 
-    evict   g0   g1   g2   g3           gradients to the host, a slot each
+    evict   g0   g1   g2   g3           gradients to the host, a buffer each
     CPU          u0   u1   u2   u3      fused AdamW on master and moments; the weight rounded
     fetch             w0   w1   w2      new weights back to the device
 
-AdamW is elementwise, so pieces change nothing; on a CPU the bits are those of `ResidentStates`.
+AdamW is elementwise, so slices change nothing; on a CPU the bits are those of `ResidentStates`.
 
-`DiskStates` does the same in the same order, but slots also hold a piece's master and moments:
+`DiskStates` does the same in the same order; its buffers also hold a slice's master and moments:
 
     read    s0   s1   s2   s3   s4      several extents at a time, past the page cache
     CPU               u0   u1   u2
-    write                  s0   s1      a slot is read into again after it was written
+    write                  s0   s1      a buffer is read into again after it was written
 
-Gradients and weights in main memory need no slots. The file is scratch: it has no name, so it
+Gradients and weights in main memory need no buffers. The file is scratch: it has no name, so it
 vanishes with the process, however that ends, and nothing resumes from it. Checkpoints read and
 restore it through a mapping, whose pages the kernel takes back.
 
-Note: [A gradient that has not arrived]. The CPU waits for the event after a piece's copies before
-it reads their slot.
-Note: [A weight that has not left]. A slot's weight is overwritten (by the CPU, or by an evict if
+Note: [A gradient that has not arrived]. The CPU waits for the event after a slice's copies before
+it reads their buffer.
+Note: [A weight that has not left]. A buffer's weight is overwritten (by the CPU, or by an evict if
 the parameter has no master) only after the event of the last fetch that read it.
-Note: [A mapping and direct reads]. Writes through the mapping are flushed before a piece is read
+Note: [A mapping and direct reads]. Writes through the mapping are flushed before a slice is read
 past the page cache; the kernel drops pages that are written past the cache.
 """
 
@@ -71,8 +71,7 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Hyperparameters of AdamW except the learning rate; `decays` says where weight decay
-    applies."""
+    """AdamW's hyperparameters without learning rate; `decays` says where weight decay applies."""
 
     config: OptimizerConfig
     decays: Mapping[str, bool]
@@ -180,7 +179,6 @@ class HostStates:
                 self._states[f"master/{name}"].copy_(parameter.detach())
 
     def _allocate(self, ranks: ParallelContext | None, room: int | None) -> None:
-        """Allocate master copies and moments, then the staging buffers."""
         lasting, address = sum(lasting_bytes(p) for p in self._parameters.values()), 0
         self._reserve(lasting, 0, ranks, room)
         for key, shape, dtype in self._arrays():
@@ -199,8 +197,8 @@ class HostStates:
     def _reserve(
         self, lasting: int, beside: int, ranks: ParallelContext | None, room: int | None
     ) -> None:
-        """Reserve an arena of `lasting` bytes plus the staging buffers; `beside` more bytes will be
-        allocated elsewhere."""
+        """Reserve an arena of `lasting` bytes plus the staging buffers; main memory must also hold
+        `beside` bytes that are allocated elsewhere."""
         parameters, staged = self._parameters.values(), self._staged * self._stages_weights
         widths = (accumulate_dtype(p.dtype).itemsize for p in parameters)
         gradient = staged * max(widths, default=0)
@@ -284,7 +282,7 @@ class HostStates:
 
     def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
         """Yield the states of each slice in main memory: the master copy, if any, and both moments.
-        They may be overwritten when the next ones are requested."""
+        The tensors may be overwritten when those of the next slice are requested."""
         for piece in pieces:
             yield [_part(self._states[key], piece) for key in self._keys(piece.name)]
 
@@ -349,8 +347,9 @@ TRIED = 2**28  # bytes to measure the speed of a drive
 class ScratchFile:
     """A file of a fixed size without a name, for one process.
 
-    `direct`: read and written past the page cache, which some file systems do not support (such as
-    tmpfs of older kernels). Addresses, sizes and memory are then whole sectors of 4,096 bytes.
+    If `direct`, it is read and written past the page cache, which some file systems do not support
+    (such as tmpfs of older kernels). Addresses, sizes and memory are then whole sectors of 4,096
+    bytes.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -404,16 +403,15 @@ class ScratchFile:
         """Start to write uint8 `memory` to the file, beginning at byte `address`."""
         return self._pool.submit(self._move, os.pwritev, memory, address)
 
-    def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, at: int) -> None:
-        """Read or write all bytes; each call may move fewer than requested, and at most 2 GiB.
-        Raises WriteFailed."""
+    def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, start: int) -> None:
+        """Read or write all bytes; one call may move fewer, at most 2 GiB. Raises WriteFailed."""
         left = memoryview(memory.numpy())  # type: ignore[arg-type]
         try:
             while left:
-                moved = call(self._number, [left], at)
+                moved = call(self._number, [left], start)
                 if not moved:
                     raise OSError("the file ends too early")
-                left, at = left[moved:], at + moved
+                left, start = left[moved:], start + moved
         except OSError as error:
             reason = error.strerror or str(error)
             if call is os.preadv:
@@ -425,26 +423,27 @@ class ScratchFile:
             raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
-        """Write changes of the mapping to the drive, for direct reads, and free its pages."""
+        """Write changes in the mapping to the drive, where direct reads see them; free its
+        pages."""
         if self.direct:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
-    def rates(self, slab: Tensor) -> tuple[float, float]:
-        """Measure the bytes per second written and read by as many requests as an update has. The
-        file's first bytes are zeros afterwards. `slab` is a uint8 buffer of whole sectors."""
-        size = min(len(slab), self.size, TRIED)
+    def rates(self, buffer: Tensor) -> tuple[float, float]:
+        """Measure the bytes per second written and read with as many requests at once as in an
+        update. The file then begins with zeros. `buffer` is of uint8 and whole sectors."""
+        size = min(len(buffer), self.size, TRIED)
         extent = sectors(-(-size // THREADS))
-        slab[:size].random_(generator=torch.Generator())  # the run's own generator stays unchanged
+        buffer[:size].random_(generator=torch.Generator())  # the run's generator is unchanged
 
         def move(begin: Callable[[Tensor, int], "Future[None]"]) -> float:
             began, places = time.perf_counter(), range(0, size, extent)
-            requests = [begin(slab[at : min(at + extent, size)], at) for at in places]
+            requests = [begin(buffer[at : min(at + extent, size)], at) for at in places]
             settle(requests)
             return size / (time.perf_counter() - began)
 
         written, read = move(self.write), move(self.read)
-        slab[:size].zero_()
+        buffer[:size].zero_()
         move(self.write)
         return written, read
 
@@ -524,8 +523,7 @@ class DiskStates(HostStates):
             self._states[key] = part.view(dtype).view(shape)
 
     def describe(self) -> str:
-        """Return words for the states' folder, the measured speeds, and the seconds that the drive
-        takes per update."""
+        """Return words for the states' folder, measured speeds, and the drive's time per update."""
         size, (written, read) = self._file.size, self._rates
         how = "" if self._file.direct else ", through the page cache: no direct I/O there"
         return (
@@ -567,8 +565,8 @@ class DiskStates(HostStates):
             slot.requests.append(move(memory, address))
 
     def _extents(self, piece: _ParameterSlice, slot: _DiskSlot) -> list[tuple[int, Tensor]]:
-        """Return for a slice's master copy and both moments the offset in the file, and the view in
-        `slot` that holds them."""
+        """Return, for a slice's master copy and each moment, its offset in the file and the view of
+        the slice's buffer `slot` that holds it."""
         wide = accumulate_dtype(self._parameters[piece.name].dtype)
         start, size = piece.start * wide.itemsize, (piece.stop - piece.start) * wide.itemsize
         return [

@@ -69,7 +69,7 @@ RETRIES = 4  # retries of the same work
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """A plan's predicted memory and time, and the measured values."""
+    """The memory and time that a plan predicted, with the measured values."""
 
     predicted_bytes: int  # of tensors, without the reserve; on a CPU both tiers together
     measured_bytes: int
@@ -137,7 +137,7 @@ class TrainingResult:
 
 
 class StepRunner:
-    """Owner of the engine, which is made when it is first needed.
+    """Owner of the engine, a `farspan.Step` that is made when it is first needed.
 
     Invariant: a returned result was computed by one schedule from beginning to end.
     """
@@ -193,8 +193,8 @@ class StepRunner:
 
     @contextmanager
     def metering(self) -> Iterator[None]:
-        """Measure the step inside the block: the peak bytes of a schedule's first step, and the
-        seconds of each instruction of the second. Later steps run unmeasured."""
+        """Measure the step inside the block: a schedule's first step for its peak bytes, the second
+        for the seconds of each instruction. Later steps run unmeasured."""
         if not self._seconds and self._ctx.device.type == "cpu":
             self._process_peak = max(self._process_peak, forget_peak())
         if self._peak is not None:
@@ -238,8 +238,8 @@ class StepRunner:
 
     def took(self, seconds: float) -> dict[str, int]:
         """Note the seconds of a finished step and write its records. Return values for
-        metrics.jsonl: the predicted and measured peak bytes, from the step that measured them (on a
-        CPU also from the next), else nothing."""
+        metrics.jsonl: the predicted and measured peak bytes after a schedule's first step (on a CPU
+        also its second), later nothing."""
         found, self._measured = self._measured, {}
         metered = bool(found)
         if not self._seconds and self._ctx.device.type == "cpu":
@@ -257,9 +257,9 @@ class StepRunner:
         return found
 
     def _look_at_process(self, predicted: int | None) -> dict[str, int]:
-        """Return the planned and the peak bytes of the process on a CPU after the first two steps,
-        for metrics.jsonl. `predicted` is None in the second step. The first step writes gradients
-        and states in main memory mostly after its peak."""
+        """Return planned and peak bytes of the process for metrics.jsonl, after each of the first
+        two steps on a CPU: the first step writes gradients and states mostly after its peak.
+        `predicted` is the step's predicted bytes, None in the second step."""
         self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
         if predicted is not None:
             self._planned = self._ctx.held_bytes() + predicted
@@ -294,8 +294,8 @@ class StepRunner:
         self._folder.write_json(STEP, known)
 
     def _write_trace(self, recorder: StepRecorder, seconds: float, path: Path) -> None:
-        """Write the trace of the recorded step. A schedule's second step replaces the first, whose
-        times include metering. A trace that cannot be written does not end the run."""
+        """Write the trace of the recorded step. It replaces that of the schedule's first step,
+        whose times include metering. A trace that cannot be written does not end the run."""
         launch, step = self._ctx.world.launch, self._state.at.step
         rank = 0 if launch is None else launch.rank
         about = {
@@ -317,7 +317,7 @@ class StepRunner:
         self._observer.note(f"trace: step {step} is in {path}; ui.perfetto.dev draws it")
 
     def compare(self) -> PlanComparison | None:
-        """Return the plan's predictions and the measurements, or None without either."""
+        """Return the plan's predictions and the measurements, or None if either is missing."""
         ctx, plan = self._ctx, self._choice.plan if self._choice else None
         if plan is None or self._peak is None:
             return None
@@ -383,8 +383,8 @@ class StepRunner:
         return choice_json(choice, asked, self._ctx.world.layout)
 
     def _leave(self, shortage: Shortage) -> OneRankOutOfMemory:
-        """Write shortage.json, and return the error for a rank that runs out of memory alone. It
-        cannot retry the step, since the other ranks still wait for it within the step."""
+        """Write shortage.json, and return the error for a rank that runs out of memory alone. The
+        rank cannot retry the step, since the other ranks still wait for messages from it."""
         ctx, choice = self._ctx, self._choice
         advice = "with a smaller schedule, if there is one"
         if choice is not None:
@@ -409,7 +409,7 @@ class StepRunner:
         )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
-        """Free the failed step, and choose the next schedule. Raises NoScheduleFits."""
+        """Free the failed step's memory, and choose the next schedule. Raises NoScheduleFits."""
         ctx = self._ctx
         if self._step is not None:
             self._step.release()
@@ -436,7 +436,7 @@ class StepRunner:
         self._choice = choice
 
     def _record(self, shortage: Shortage, choice: Choice) -> None:
-        """Write the shortage and the next schedule to metrics.jsonl and about.json."""
+        """Write the memory error and the next schedule to metrics.jsonl and about.json."""
         if self._ctx.memory.forget is not None:
             self._ctx.memory.forget()
         line = {"step": self._state.at.step + 1, **marks(self._ctx.run)}
@@ -446,7 +446,7 @@ class StepRunner:
 
 
 def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
-    """Return an out-of-memory condition and the next schedule for metrics.jsonl."""
+    """Return an out-of-memory error and the next schedule as values for metrics.jsonl."""
     return {
         "out_of_memory": shortage.tier.value,
         "message": shortage.message,
@@ -455,7 +455,7 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 
 def _values_of(loss: LossConfig) -> dict[str, Any]:
-    """Return `values` for `expect_memory`: the log-probabilities that the loss holds per token."""
+    """Return `values` for `expect_memory`: how many log-probabilities the loss keeps per token."""
     if loss.kind is LossKind.SFT:
         return {}
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}
@@ -479,7 +479,7 @@ def _tier_words(tier: Tier, ctx: RunContext) -> str:
 
 
 def _listed(tried: list[str]) -> str:
-    """Return the failed tries, one per line, so that their differences are easy to see."""
+    """Return the failed attempts, one per line, so that their differences are easy to see."""
     return "".join(f"\n  ({place}) {text}" for place, text in enumerate(tried, start=1))
 
 
@@ -505,8 +505,9 @@ class Micro:
 
 
 class Batches:
-    """Batches of a run, in order. With D replicas batch n is the sequences from n * D * batch to (n
-    + 1) * D * batch: an update reads the same as one replica with a batch of D * batch."""
+    """Batches of a run, in order. With D replicas, their batches number n together hold the
+    sequences from n * D * batch to (n + 1) * D * batch: an update reads the same as one replica
+    with a batch of D * batch."""
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx
@@ -518,8 +519,8 @@ class Batches:
         return [self.of(step * count + place) for place in range(count)]
 
     def needed(self) -> int:
-        """Return how many batches this replica reads at most: all of its steps', or those of an
-        epoch if that has fewer."""
+        """Return how many different batches this replica reads: those of all its steps, or of one
+        epoch if an epoch has fewer."""
         run = self.ctx.run
         epoch = self.ctx.corpus.sequences_per_epoch()
         assert epoch is not None, "stored log-probabilities are of data that is no stream"
@@ -528,8 +529,8 @@ class Batches:
 
     def held_out(self) -> list[Micro]:
         """Return this replica's batches for evaluation, spread over all held-out sequences so that
-        one long document does not dominate. Every replica gets the same number; batches that only
-        pad this number have no token with a target."""
+        one long document does not dominate. Every replica gets the same number of batches; those
+        added to reach it have no token with a target."""
         packing, replicas = self.ctx.corpus.held_out, self.replicas
         assert packing is not None, "there is something to evaluate on"
         there = packing.sequences_per_epoch()
@@ -552,9 +553,9 @@ class Batches:
         """Return the number of document tokens in these batches, over all replicas."""
         return self.over_replicas(sum(m.batch.tokens for m in micros))
 
-    def over_replicas(self, own: int) -> int:
-        """Return the sum of each replica's number over all replicas."""
-        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
+    def over_replicas(self, number: int) -> int:
+        """Return the sum over all replicas of a number that each replica passes."""
+        return number if self.replicas == 1 else self.ctx.world.sum_over_replicas(number)
 
     def of(self, number: int) -> Micro:
         """Return this replica's batch `number`, counted from the start of the run."""
@@ -572,14 +573,14 @@ class Batches:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak main memory of the process since its start or `forget_peak`."""
+    """Return the peak main memory of the process since its start or the last `forget_peak`."""
     # The kernel counts kibibytes on Linux and bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_peak() -> int:
-    """Reset the peak of `peak_resident_bytes` (on Linux only), and return it."""
+    """Return `peak_resident_bytes()`, and reset that peak (on Linux only)."""
     found = peak_resident_bytes()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -89,8 +89,8 @@ class Diverged(RuntimeError):
 class TrainingLoop:
     """Loop over the steps of a run, with evaluations and checkpoints between them.
 
-    Invariant: between steps, `state`, weights and optimizer states equal those of an uninterrupted
-    run after `at.step` steps; the last two once the optimizer has settled.
+    Invariant: between steps, `state` equals that of an uninterrupted run after `at.step` steps. So
+    do weights and optimizer states, after the optimizer's `settle`.
     """
 
     def __init__(
@@ -136,8 +136,7 @@ class TrainingLoop:
         return self._state.at
 
     def fit(self) -> None:
-        """Train until the last step. Raises Interrupted between two cells, Diverged,
-        NoScheduleFits, WriteFailed."""
+        """Train until the last step. Raises Interrupted, Diverged, NoScheduleFits, WriteFailed."""
         run, ctx, runner = self._run, self._ctx, self._runner
         if self.at.step < run.steps:
             if self.why_stop() is not None:
@@ -191,7 +190,7 @@ class TrainingLoop:
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call a method of each callback. Saves a checkpoint before raising its exception."""
+        """Call a method of each callback. An exception is raised after a checkpoint is saved."""
         if not self._callbacks.any:
             return
         try:
@@ -286,7 +285,7 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the latest checkpoint, or with `start.states` one of the run named in `start`."""
+        """Restore the latest checkpoint or, with `start.states`, one of the run in `start`."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -410,7 +409,8 @@ class TrainingLoop:
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
-        held-out data. Returns which, or saves and raises Diverged, unless the run skips it."""
+        held-out data. Returns "loss" or "gradient" if the run skips it; else saves, and raises
+        Diverged."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.
@@ -453,18 +453,18 @@ def base_of(run: RunConfig) -> dict[str, Any]:
     return {"overrides": json.loads(json.dumps(run.model.overrides))}
 
 
-def returning_freed(told: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
-    """Wrap the progress callback `told` so that every 16 cells glibc's heap returns free pages to
-    the system: pages between small live blocks, such as autograd's graphs, would otherwise stay.
-    LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without this,
-    and 2,349 with it, for 0.1 of 19 seconds of CPU."""
+def returning_freed(callback: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
+    """Wrap a progress callback so that every 16 cells glibc's heap returns free pages to the
+    system: pages between small live blocks, such as autograd's graphs, would otherwise stay. LoRA
+    of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without this, and
+    2,349 with it, for 0.1 of 19 seconds of CPU."""
 
     def tell(progress: Progress) -> None:
-        told(progress)
+        callback(progress)
         if progress.cells_done % TRIM_EVERY == 0:
             trim(0)
 
-    return told if trim is None else tell
+    return callback if trim is None else tell
 
 
 def _due(step: int, every: int) -> bool:
@@ -472,7 +472,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
-    """Return the step with the lowest loss, the earliest of equals; step 0 is untrained."""
+    """Return the step with the lowest held-out loss, the earliest if several are equal. Step 0 does
+    not count: the model was untrained."""
     trained = [step for step in steps if step and math.isfinite(held_out[step])]
     return min(trained, key=lambda step: (held_out[step], step), default=None)
 
@@ -488,12 +489,13 @@ def train(
 ) -> TrainingResult:
     """Train until the last step or the first signal, from the latest checkpoint if one exists.
 
-    `run` is a run file, or its value; `callbacks` are called between steps and may end the run;
-    `reporter` prints progress, and `notes` first; `trace` is a file for the spans of a step. Raises
-    UnsupportedError for a run that cannot be done as configured, NoScheduleFits (a subclass) if
-    memory runs out with every schedule, WriteFailed on a full disk, Diverged for a loss or gradient
-    that is not finite, RankFailed if another rank failed, and exceptions of callbacks. All leave
-    the last good checkpoint. Processes started by torchrun all call it and get the same result.
+    `run` is the path of a run file or a RunConfig; `callbacks` are called between steps and may end
+    the run; `reporter` prints progress, and `notes` before it; `trace` is a path for a JSON trace
+    of a step's instructions. Raises UnsupportedError for a run that cannot be done as configured,
+    NoScheduleFits (a subclass) if memory runs out with every schedule, WriteFailed on a full disk,
+    Diverged for a loss or gradient that is not finite, RankFailed if another rank failed, and
+    exceptions of callbacks; the last good checkpoint stays. Processes started by torchrun all call
+    it and get the same result.
     """
     run = run if isinstance(run, RunConfig) else load_run(Path(run))
     launch = launch_env()
@@ -539,9 +541,9 @@ def train(
 
 
 def _reporter_of(
-    run: RunConfig, world: DistributedContext, folder: RunFolder, given: Reporter | None
+    run: RunConfig, world: DistributedContext, folder: RunFolder, reporter: Reporter | None
 ) -> Reporter:
-    """Return the run's reporter: on rank 0 `given` or a terminal reporter, which also passes
+    """Return the run's reporter: on rank 0 `reporter` or a terminal reporter, which also passes
     metrics to the run file's trackers; on other ranks one that prints nothing."""
     lanes: list[LoggerThread] = []
     world.run_on_rank0(
@@ -549,12 +551,12 @@ def _reporter_of(
     )
     if not world.is_rank0:
         return Reporter()  # prints nothing
-    reporter = make_reporter(Console()) if given is None else given
-    return LoggingReporter(reporter, lanes) if lanes else reporter
+    shown = make_reporter(Console()) if reporter is None else reporter
+    return LoggingReporter(shown, lanes) if lanes else shown
 
 
 def _what_changed(run: RunConfig, world: DistributedContext, folder: RunFolder) -> list[str]:
-    """Prepare the folder, and return a line for each setting changed since the last part."""
+    """Prepare the folder, and return a line for each setting changed since the last start."""
     changes = world.run_on_rank0(folder.prepare)
     if not world.is_rank0:
         folder.hold()
@@ -581,7 +583,6 @@ def _make_loop(
 
 
 def _unfinished(run: RunConfig, world: DistributedContext) -> TrainingResult:
-    """Return the result of a run that ended before its first step."""
     return TrainingResult(
         folder=Path(run.folder).expanduser(),
         step=0,

@@ -1,7 +1,6 @@
 """Conversion between YAML and frozen dataclasses, which refuses unknown keys and wrong types.
 
-A field may be a bool, int, float, str, an Enum, a dataclass, a mapping (`dict`), a tuple, or a
-union of these.
+A field may be a bool, int, float, str, Enum, dataclass, mapping, tuple, or a union of these.
 """
 
 import logging
@@ -157,13 +156,13 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
     return value
 
 
-def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
-    """Return the plain values of a file of the dataclass `kind`, changed by KEY=VALUE settings.
+def with_settings(mapping: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
+    """Return the plain values of a file for the dataclass `kind`, changed by `settings`.
 
     A setting is KEY=VALUE: a dotted path, with numbers for list items, and a YAML value. Raises
-    UnsupportedError naming it.
+    UnsupportedError naming the setting.
     """
-    values = in_plain_values(given)
+    values = in_plain_values(mapping)
     if settings:
         values = to_mapping(values)  # a copy: YAML may have one object under two keys
     for setting in settings:
@@ -204,7 +203,7 @@ def _index(node: Any, key: str, path: str) -> str | int:
 
 
 def _refuse_unknown_section(path: str, kind: Any) -> None:
-    """Raise UnsupportedError if the first part of a path is no key of the file. If the path's last
+    """Raise UnsupportedError if the first part of a path is no field of `kind`. If the path's last
     part is a key of some sections, the message names those sections."""
     hints = typing.get_type_hints(kind)
     first, last = path.partition(".")[0], path.rpartition(".")[2]
@@ -228,8 +227,7 @@ def write_mapping(values: Mapping[str, Any]) -> str:
 
 
 def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
-    """Return an instance of the dataclass `kind`. Raises UnsupportedError naming the field by its
-    path."""
+    """Return an instance of the dataclass `kind`. Raises UnsupportedError naming the field."""
     hints = typing.get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in values:
@@ -246,7 +244,7 @@ def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """Return a value of a YAML file as the type `hint`. Raises UnsupportedError naming `path`."""
+    """Convert a value of a YAML file to the type `hint`. Raises UnsupportedError naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
@@ -294,9 +292,9 @@ def as_yaml(schedule: Schedule, layers: int, tokens: int) -> str:
 def schedule_mapping(schedule: Schedule, layers: int, tokens: int) -> str | dict[str, Any]:
     """Return the shortest form of a schedule for a run file with this number of layers and tokens.
 
-    It is a strategy's name if they are equal, else the fields that differ from `grouped`, the
-    default of run files. Groups are written as their size if that is enough. Sparse attention is
-    omitted: it has its own key.
+    It is the name of a strategy that gives an equal schedule, else the fields that differ from
+    `grouped`, the default of run files. Groups are written as their size if that is enough. Sparse
+    attention is omitted: it has its own key.
     """
     size = max(schedule.group_sizes(layers))
     if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
@@ -313,7 +311,7 @@ def _differing(schedule: Schedule, base: Schedule) -> dict[str, Any]:
 
 
 def in_k(tokens: Any) -> Any:
-    """Return a number of tokens as run files write it, such as 128K; others unchanged."""
+    """Return a number of tokens as run files write it, such as 128K; other values unchanged."""
     for name, unit in (("M", 2**20), ("K", 2**10)):
         if isinstance(tokens, int) and tokens and tokens % unit == 0:
             return f"{tokens // unit}{name}"
@@ -346,7 +344,6 @@ def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _required(kind: Any) -> list[str]:
-    """Return the names of fields without a default."""
     return [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
 
@@ -512,7 +509,7 @@ SINK_PAGES = "sink_pages"
 
 
 def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the sparse attention of an older file, whose sinks were pages, to current keys."""
+    """Convert older sparse attention, which counts sinks in pages, to current keys."""
     page, sinks = values.get("page", Sparse().page), values[SINK_PAGES]
     if not isinstance(page, int) or not isinstance(sinks, int):
         raise UnsupportedError(
@@ -530,7 +527,8 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Read the texts (such as 128K) under the keys `names` as numbers; type checks come later."""
+    """Convert texts such as 128K under the keys `names` to numbers of tokens. Other values stay:
+    the type check reports them later."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
     texts |= {n: str(values[n]) for n in names if _is_too_many(values.get(n))}
