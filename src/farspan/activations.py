@@ -29,7 +29,7 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor, as elements of a named tensor or a span, wherever that memory is now."""
+    """A saved tensor, as a view of a named tensor or of a span, wherever these lie by then."""
 
     source: str | int  # name, or address of the storage
     offset: int  # bytes from the named tensor's first element, or from the storage's
@@ -53,7 +53,7 @@ Packed = Tensor | _View | _Sparse
 
 @dataclass(slots=True)
 class _Span:
-    """The part of a storage that saved tensors use, copied as one run of bytes."""
+    """The range of a storage that saved tensors cover, copied as one run of bytes."""
 
     tensor: Tensor  # keeps the memory alive until it is copied
     low: int  # bytes from the start of the storage, aligned
@@ -66,7 +66,7 @@ class _Span:
 
 
 class SavedActivations:
-    """The tensors that autograd saves for one cell's backward, moved as one run of bytes.
+    """The tensors that autograd saves for one cell's backward, copied as one run of bytes.
 
     Invariant: before `seal`, every storage with a saved view stays alive, so its address identifies
     it. After `seal` no tensor is kept, except copies beyond the planned bytes.
@@ -82,7 +82,7 @@ class SavedActivations:
         self.references: set[str] = set()  # named tensors that the graph saved
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return a context in which autograd saves tensors here."""
+        """Return the saved-tensor hooks with which the cell's forward must run."""
         pack, unpack = self.pack, self.unpack
         # Compiled modules save in frames that the compiler watches; it must not trace these hooks.
         if "torch._dynamo" in sys.modules:
@@ -119,11 +119,10 @@ class SavedActivations:
         return sum(span.size for span in self._spans.values())
 
     def count(self) -> int:
-        """Return the number of spans of memory that `seal` will copy."""
         return len(self._spans)
 
     def seal(self, store: Tensor) -> None:
-        """Copy the saved memory into `store` (uint8), once the cell's forward is done."""
+        """Copy the saved memory into `store` (uint8) after the cell's forward."""
         if self.size() > store.numel():
             warnings.warn(MORE, stacklevel=2)
         place = 0
@@ -139,12 +138,12 @@ class SavedActivations:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all saved tensors. A graph refers to this object by its hooks, and a named tensor to
-        its graph: no collector sees that cycle, which would keep everything saved."""
+        """Drop all saved tensors. The graph refers to this object by its hooks, and a named tensor
+        to its graph: the garbage collector does not see that cycle, which would keep all memory."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
-        """Set the bytes and named tensors from which the cell's backward reads saved tensors."""
+        """Set the memory (copied bytes, named tensors) that the backward's saved tensors view."""
         self._bytes, self._named = store, named
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -179,12 +178,11 @@ def _within(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return a tensor's storage as an identifier; on the meta device all addresses are 0."""
+    """Return an identifier of a tensor's storage; on the meta device all addresses are 0."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _start(tensor: Tensor) -> int:
-    """Return a tensor's offset in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -80,7 +80,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's question to the planner. Sizes are numbers or text, see `farspan.formatting`.
+    """Options of a request to the planner. Sizes are numbers or text, see `farspan.formatting`.
 
     `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
     adapters. `batch` counts for each group of devices that shares a sequence.
@@ -168,7 +168,7 @@ class Request:
     progress: Callable[[str], None] = _discard  # receives messages while measuring
 
     def __post_init__(self) -> None:
-        """Convert words that other tools and people use to farspan's."""
+        """Replace words of other tools by farspan's, and refuse None where a default exists."""
         if isinstance(self.sparse, str):
             object.__setattr__(self, "sparse", read_sparse(self.sparse))
         for name in ("optimizer", "weights", "strategy", "loss", "dtype", "kernels"):
@@ -179,7 +179,7 @@ class Request:
                 object.__setattr__(self, name, as_meant(word))
 
     def question(self) -> Question:
-        """Return the question for the planner. Raises UnsupportedError naming the field."""
+        """Return the planner's input for the request. Raises UnsupportedError naming the option."""
         model, profiles = self._model()
         adapters = bool(self.lora) or model.trainable < model.parameters
         loss = loss_of(self.loss, self.reference, adapters=adapters)
@@ -248,7 +248,7 @@ class Request:
             raise UnsupportedError(f"quantize: {wrong}")
 
     def _count(self) -> int:
-        """Return the number of devices, from `gpus` or from a machine such as `8xh100`."""
+        """Return the number of devices, set by `gpus` or by a machine such as `8xh100`."""
         counted = count_of(self.machine)
         if counted is None or self.gpus in (1, counted):
             return counted or self.gpus
@@ -279,7 +279,7 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the question for the model as it runs on the machine, with adapters of rank `lora`."""
+    """Return the planner's input for the model as the machine runs it, with adapters or without."""
     if question.profiles is None:
         return question
     profile = question.profile
@@ -363,8 +363,8 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """A function, as a value that ranks can send, that loads what measures a model that farspan has
-    no preset for; this needs torch."""
+    """Function that imports and returns `measure`, which profiles models without a preset and needs
+    torch. As an instance of a class it can be pickled, and so be sent to ranks."""
 
     def __call__(self) -> Measure:
         found: Measure = load("farspan.engine.profile", "measure")
@@ -375,7 +375,7 @@ measuring = Measuring()
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
-    """Measure this machine, by code that is imported only now, since it needs torch."""
+    """Measure this machine. The code for it needs torch, and is imported only now."""
     try:
         measure: Callable[[Callable[[str], None]], MachineSpec] = load(
             "farspan.engine.calibrate", "here"
@@ -433,7 +433,7 @@ MOST_DEVICES = 2**16  # per sequence; no machine has as many
 
 
 def _layout(gpus: int, model: ModelSpec) -> Layout:
-    """Return a layout in which all devices work on one sequence."""
+    """Return a layout in which all devices share each sequence. Raises UnsupportedError."""
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
     if gpus > MOST_DEVICES:
