@@ -119,6 +119,7 @@ class SavedActivations:
         return sum(span.size for span in self._spans.values())
 
     def count(self) -> int:
+        """Return the number of spans of memory that `seal` will copy."""
         return len(self._spans)
 
     def seal(self, store: Tensor) -> None:

@@ -362,6 +362,7 @@ def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, An
 
 
 def digest(path: Path) -> str:
+    """Return a file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
