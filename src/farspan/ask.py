@@ -67,15 +67,15 @@ def _discard(_: str) -> None:
     """Discard a message."""
 
 
-def _told(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
+def _meta(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
     """Return metadata that makes a field an option of `farspan plan`, named as the field or by
-    `flags`. The command line parses it by `reads`, and replaces {models} and {cards} in its
+    `flags`. The command line parses the option by `reads`, and replaces {models} and {cards} in its
     help."""
     return {"help": help, "flags": flags, "reads": reads, "metavar": metavar}
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
-    return field(default=default, metadata=_told(help, **more))
+    return field(default=default, metadata=_meta(help, **more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +87,18 @@ class Request:
     """
 
     config: Config = field(
-        metadata=_told(
+        metadata=_meta(
             "Instead of a run file: folder, config.json, hub name (its configuration only), or a "
             "preset: {models}.",
             "--model",
         )
     )
     context: str | int = field(
-        metadata=_told("Tokens of a sequence: 131072, 128K, 1M; K and M are 2**10 and 2**20.")
+        metadata=_meta("Tokens of a sequence: 131072, 128K, 1M; K and M are 2**10 and 2**20.")
     )
     machine: str | Path | MachineSpec = field(
         default=HERE,
-        metadata=_told(
+        metadata=_meta(
             "A card by any usual name (4090, H100 PCIe, 8xh100), a file of `farspan calibrate`, "
             "or `here` (measured once); cards: {cards}.",
             "--machine",
@@ -149,7 +149,7 @@ class Request:
     )
     sparse: Sparse | None = field(
         default=None,
-        metadata=_told(
+        metadata=_meta(
             "Page-sparse attention, an approximation: on (8K tokens of chosen pages and 4K "
             f"recent ones), off, or fields such as {EXAMPLE}."
         ),
@@ -289,11 +289,11 @@ def as_run(question: Question, lora: int = 0) -> Question:
     return replace(question, model=model, profile=profile)
 
 
-def _asking(
+def _takes_fields(
     request: Callable[P, Request],
 ) -> Callable[[Callable[[Request], Plan]], Callable[P, Plan]]:
     """Decorate a function to take the fields of a request as arguments, all but the first by name.
-    It raises UnsupportedError for other options."""
+    The function raises UnsupportedError for other options."""
     first, *others = signature(request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]
@@ -320,7 +320,7 @@ def _asking(
     return asked
 
 
-@_asking(Request)
+@_takes_fields(Request)
 def plan(request: Request) -> Plan:
     """Find the best schedule for a model, a context and a machine, and predict its step.
 

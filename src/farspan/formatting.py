@@ -40,42 +40,42 @@ _PASTED = re.compile(
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*(?:tokens|bytes))?")
 
 
-def read_tokens(given: str | int, name: str) -> int:
+def read_tokens(value: str | int, name: str) -> int:
     """Parse tokens such as 131072, 128K or 1e6. Raises UnsupportedError naming the option."""
-    return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
+    return _read(value, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
 
 
-def read_bytes(given: str | int, name: str) -> int:
+def read_bytes(value: str | int, name: str) -> int:
     """Parse bytes such as 80GB, 128GiB or 128G. Raises UnsupportedError naming the option."""
-    return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
+    return _read(value, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
 
 
-def read_memory(given: str | int, name: str) -> int:
+def read_memory(value: str | int, name: str) -> int:
     """Parse a memory's bytes. A bare number such as 24 means GiB, and is refused as too few."""
-    size = read_bytes(given, name)
-    bare = str(given).strip()
+    size = read_bytes(value, name)
+    bare = str(value).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:
         raise UnsupportedError(f"{name}: {bare} has no unit and means bytes; write {bare}GiB")
     return size
 
 
-def read_seconds(given: str | float, name: str) -> float:
+def read_seconds(value: str | float, name: str) -> float:
     """Parse seconds such as 90, 30m or 1.5h. Raises UnsupportedError naming the option."""
-    match = _TIME.fullmatch(str(given).strip().lower())
+    match = _TIME.fullmatch(str(value).strip().lower())
     seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
     if not seconds:
         raise UnsupportedError(
-            f"{name}: expected a time above 0 such as 90s, 30m or 1.5h, got {given!r}"
+            f"{name}: expected a time above 0 such as 90s, 30m or 1.5h, got {value!r}"
         )
     return seconds
 
 
-def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> int:
-    refused = UnsupportedError(f"{name}: expected {expected}, at least 1, got {given!r}")
-    if isinstance(given, int) and not isinstance(given, bool):
-        amount = Fraction(given)
+def _read(value: str | int, name: str, units: dict[str, int], expected: str) -> int:
+    refused = UnsupportedError(f"{name}: expected {expected}, at least 1, got {value!r}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        amount = Fraction(value)
     else:
-        match = _WRITTEN.fullmatch(given.strip().lower()) if isinstance(given, str) else None
+        match = _WRITTEN.fullmatch(value.strip().lower()) if isinstance(value, str) else None
         if match is None or match[2] not in units:
             if match is not None and match[2] in BYTE_UNITS:  # a count of tokens
                 size = f"{match[1]}{match[2][0].upper()}"
@@ -87,15 +87,15 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
         raise refused
     if amount > MOST_TOKENS and units is TOKEN_UNITS:
         raise UnsupportedError(
-            f"{name}: {shortened(given)} tokens are more than the limit of {MOST_TOKENS:,} (1G); "
+            f"{name}: {shortened(value)} tokens are more than the limit of {MOST_TOKENS:,} (1G); "
             "give fewer"
         )
     return int(amount)
 
 
-def shortened(given: object, most: int = SHOWN) -> str:
+def shortened(value: object, most: int = SHOWN) -> str:
     """Return a value as text for an error, cut to its first `most` characters."""
-    text = given if isinstance(given, str) else f"{given!r}"
+    text = value if isinstance(value, str) else f"{value!r}"
     return text if len(text) <= most else f"{text[:most]}..."
 
 

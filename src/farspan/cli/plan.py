@@ -417,13 +417,13 @@ def plan_command(
 
 
 def _answer(
-    run: Path | None, settings: Sequence[str], given: dict[str, Any], longest: float | None
+    run: Path | None, settings: Sequence[str], options: dict[str, Any], longest: float | None
 ) -> PlanAnswer:
     if run is not None:
-        return _answer_for_run(run, settings, given, longest)
+        return _answer_for_run(run, settings, options, longest)
     if settings:
         raise UnsupportedError(f"--set {settings[0]}: needs a run file; name one")
-    return _answer_for_model(given, longest)
+    return _answer_for_model(options, longest)
 
 
 def _status(answer: PlanAnswer) -> int:
@@ -494,17 +494,17 @@ def longest_of(
 
 
 def _answer_for_run(
-    path: Path, settings: Sequence[str], given: dict[str, Any], max_step: float | None
+    path: Path, settings: Sequence[str], options: dict[str, Any], max_step: float | None
 ) -> PlanAnswer:
     """Return the answer for a run file, some of whose values options replace."""
-    if "model" in given:
+    if "model" in options:
         raise UnsupportedError(f"model: {path} has one; leave out --model, or this run file")
     if path.suffix not in RUN_FILES and not path.is_file():
         raise UnsupportedError(
             f"{path}: not a run file (.yaml); to plan a model, give --model {path}"
         )
-    run, notes = with_overrides(load_run(path, settings), given)
-    asked = {name: given[name] for name in OF_MACHINE if name in given}
+    run, notes = with_overrides(load_run(path, settings), options)
+    asked = {name: options[name] for name in OF_MACHINE if name in options}
     try:
         question_of_run = load("farspan.train.plan_run", "question_of_run")
     except ImportError as error:
@@ -647,13 +647,13 @@ def run_of_model(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def loss_of_run(asked: Objective) -> LossConfig:
-    """Return a planned loss as run-file values. Raises UnsupportedError if it has none."""
-    if asked.kind is LossKind.DISTILL:
-        return LossConfig(asked.kind, teacher=TEACHER, top_k=asked.ids)
-    own = asked.reference not in (Reference.NONE, Reference.STORED)
+def loss_of_run(objective: Objective) -> LossConfig:
+    """Return run-file values for a planned loss. Raises UnsupportedError if there are none."""
+    if objective.kind is LossKind.DISTILL:
+        return LossConfig(objective.kind, teacher=TEACHER, top_k=objective.ids)
+    own = objective.reference not in (Reference.NONE, Reference.STORED)
     try:
-        return LossConfig(asked.kind, reference=asked.reference if own else None)
+        return LossConfig(objective.kind, reference=objective.reference if own else None)
     except UnsupportedError as error:
         raise UnsupportedError(f"write: loss.{error}") from error
 

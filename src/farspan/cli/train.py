@@ -179,8 +179,7 @@ class MeasuringNotes:
 
 
 class ReadingLine:
-    """Function that shows the progress of reading data: a rewritten line on a terminal, else
-    lines."""
+    """Function that shows the progress of reading data, on a terminal in one rewritten line."""
 
     SECONDS = 1.0  # until the first line
 

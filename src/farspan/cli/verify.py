@@ -265,11 +265,11 @@ def ranks_note(run: RunConfig | None) -> str | None:
     return "parallel: ignored: one process runs the whole step here, not the ranks of the run"
 
 
-def packed_note(model: Any, asked: str) -> str | None:
+def packed_note(model: Any, dtype: str) -> str | None:
     """Return a note if the model computes in another dtype than the user requested."""
     used = str(model.dtype).removeprefix("torch.")
-    where = f"dtype: {used} replaces {asked}, which quantised weights do not support"
-    return None if used == asked else where
+    where = f"dtype: {used} replaces {dtype}, which quantised weights do not support"
+    return None if used == dtype else where
 
 
 def replace_attention(

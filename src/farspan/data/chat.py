@@ -177,20 +177,20 @@ class ChatForm(Form):
         """Return whether the template marks the model's turns by {% generation %}."""
         return self.templates.marks(document.fields.get(TOOLS))
 
-    def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
-        """Render a conversation of which the first `told` messages are the prompt, and train the
+    def answer(self, document: Document, messages: Sequence[Message], prompt: int) -> Written:
+        """Render a conversation of which the first `prompt` messages are the prompt, and train the
         model's turns after them. Raises UnsupportedError without such turns, or if a mark asks to
         train the prompt."""
-        if any(message.get(mark) for message in messages[:told] for mark in TURN_MARKS):
+        if any(message.get(mark) for message in messages[:prompt] for mark in TURN_MARKS):
             raise UnsupportedError(
                 f"{document.place}: a mark asks to train a turn of the prompt, but only field "
                 f"{self.field!r} is trained; leave the mark out, or write the record as a chat"
             )
         unmarked, turns = take_marks(document, with_system(document, messages), False)
-        said, own = (
-            sum(m["role"] == ASSISTANT for m in part) for part in (messages, messages[told:])
+        said, answers = (
+            sum(m["role"] == ASSISTANT for m in part) for part in (messages, messages[prompt:])
         )
-        if own == 0:
+        if answers == 0:
             raise UnsupportedError(
                 f"{document.place}: field {self.field!r} has no message of the {ASSISTANT}; give "
                 f"the answer as an {ASSISTANT} message, or leave the record out"
@@ -198,7 +198,7 @@ class ChatForm(Form):
         document, bare = self._prepared(document, unmarked)
         written = (self._marked if self.template_says(document) else self._said)(document, bare)
         self._refuse_other_turns(document, written, said)
-        kept = [*compress((written.trained or ())[-own:], (turns or (True,) * said)[-own:])]
+        kept = [*compress((written.trained or ())[-answers:], (turns or (True,) * said)[-answers:])]
         return self._noted(replace(written, trained=tuple(kept)), bare)
 
     def _refuse_other_turns(self, document: Document, written: Written, said: int) -> None:
@@ -235,10 +235,10 @@ class ChatForm(Form):
         places = (f"{document.place}: message {number}" for number in range(1, len(given) + 1))
         return [read_message(m, place) for m, place in zip(given, places, strict=True)]
 
-    def _from_sharegpt(self, document: Document, given: Sequence[Message]) -> Sequence[Message]:
+    def _from_sharegpt(self, document: Document, turns: Sequence[Message]) -> Sequence[Message]:
         """Convert ShareGPT messages to messages with role and content."""
         messages: list[Message] = []
-        for number, message in enumerate(given, start=1):
+        for number, message in enumerate(turns, start=1):
             role = _SPEAKERS.get(str(message.get("from")))
             if role is None:
                 raise UnsupportedError(
@@ -323,7 +323,7 @@ class ChatForm(Form):
         before = self._text(document, messages[:number], opened=True)
         # The sign may ask the model to think first, while earlier turns show no thought. The probe
         # shows which part of the sign is there, as its message shares no character with the sign.
-        begin = _shared(before, probe)
+        begin = _common(before, probe)
         told = len(self._text(document, messages[:number]))
         if begin <= told:
             # The template writes no sign. The turn begins with the message, unless text stands
@@ -353,7 +353,7 @@ class ChatForm(Form):
                 or not before.endswith(text[begin:content_end])
             ):
                 return None
-            end = content_end + _shared(behind, ending)
+            end = content_end + _common(behind, ending)
         for signs in (self.stops, self.marks):
             ends = [
                 text.rfind(s, content_end, end) + len(s)
@@ -601,14 +601,14 @@ class PreferenceForm(Form):
             pairs = enumerate(zip(chosen, rejected, strict=False))
             least = min(len(chosen), len(rejected))
             shared = next((n for n, (one, other) in pairs if one != other), least)
-            told = self._asked(document, chosen[:shared])
+            told = self._prompt(document, chosen[:shared])
             shared = max(shared, len(told))
         return [
             form.answer(document, told + own, shared)
             for form, own in zip(forms, (chosen, rejected), strict=True)
         ]
 
-    def _asked(self, document: Document, shared: Sequence[Message]) -> list[Message]:
+    def _prompt(self, document: Document, shared: Sequence[Message]) -> list[Message]:
         """Return a text prompt as the user's message, unless both answers begin with the prompt."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
@@ -624,11 +624,11 @@ class PreferenceForm(Form):
         )
 
 
-def _shared(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
+def _common(first: str, second: str) -> int:
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1

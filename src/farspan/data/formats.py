@@ -143,19 +143,19 @@ class Fields:
     def __post_init__(self) -> None:
         self.ignored = set(self.dropped)
 
-    def documents(self, given: Iterable[Document]) -> Iterator[Document]:
+    def documents(self, records: Iterable[Document]) -> Iterator[Document]:
         """Yield each record with only the fields that the format uses. Raises UnsupportedError at
         the end if other fields had content that would be lost; the error names and counts all of
         them."""
         count = 0
-        for count, document in enumerate(given, start=1):  # noqa: B007 - the number of all records
-            kept = self._kept(document)
+        for count, document in enumerate(records, start=1):  # noqa: B007 - the number of all records
+            reduced = self._reduced(document)
             if not self._unread:
-                yield kept
+                yield reduced
         if self._unread:
             raise UnsupportedError(self._refusal(count))
 
-    def _kept(self, document: Document) -> Document:
+    def _reduced(self, document: Document) -> Document:
         given, unread = document.fields, set[str]()
         if document.line == 0:
             return document  # a text without fields
@@ -188,26 +188,26 @@ class Fields:
 
     def _split(
         self,
-        given: Mapping[str, Any],
+        fields: Mapping[str, Any],
         reads: Callable[[str], bool],
         prefix: str,
         unread: set[str],
     ) -> dict[str, Any]:
         """Return the fields that the format uses. Add other names with content to `ignored` (the
         user drops them), `harmless` (no effect on training) or `unread` (refused at the end)."""
-        kept = {}
-        for name, value in given.items():
+        used = {}
+        for name, value in fields.items():
             if prefix + name in self.ignore:
                 self.ignored.add(prefix + name)
             elif reads(name) and not (prefix and is_media(name)):
-                kept[name] = value
+                used[name] = value
             elif value is None or value in ("", [], {}):
                 pass
             elif is_harmless(name, value):
                 self.harmless.add(prefix + name)
             else:
                 unread.add(prefix + name)
-        return kept
+        return used
 
     def _refusal(self, records: int) -> str:
         form, names = self.form.listing()[0], sorted(self._unread)
@@ -268,7 +268,7 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
         )
     if len(kinds) > 1:
         ways = (
-            f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] to read it as {kind}"
+            f"data.ignore: [{', '.join([*ignored, *_unused(kind, fields)])}] to read it as {kind}"
             for kind in kinds
         )
         raise UnsupportedError(
@@ -289,7 +289,7 @@ def _forms_with(names: Collection[str]) -> list[RecordFormat]:
     return [kind for kind in RecordFormat if all(name in names for name in kind.row.marks)]
 
 
-def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
+def _unused(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
     """Return a record's fields that the format does not use and that might affect training."""
     return [
         name
@@ -407,7 +407,7 @@ class TokensForm(Form):
                 f"{document.place}: field {TYPES!r} has token types other than 0, which a causal "
                 "model does not use; leave the field out"
             )
-        own = slice(0, tokens) if fields.get(MASK) is None else _own(document, tokens)
+        own = slice(0, tokens) if fields.get(MASK) is None else _unpadded(document, tokens)
         length = fields.get(LENGTH)
         if isinstance(length, int | float) and length < own.stop - own.start:
             raise UnsupportedError(
@@ -467,16 +467,16 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
     return np.asarray(given, dtype=bool)
 
 
-def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
-    """Return which tokens in the slice `own` begin a document, bool. All fields must agree."""
-    count = own.stop - own.start
+def _starts(document: Document, tokens: int, span: slice) -> np.ndarray:
+    """Return which tokens in the slice `span` begin a document, bool. All fields must agree."""
+    count = span.stop - span.start
     by_field: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
         if document.fields.get(name) is None:
             continue
         values = _whole_numbers(document, name)
         if name in (POSITIONS, SEQ_IDX):
-            values = _of_each(document, name, values, tokens)[own]
+            values = _of_each(document, name, values, tokens)[span]
         if name == POSITIONS:
             starts = values == 0
             fits = starts[:1].all() and (starts[1:] | (np.diff(values) == 1)).all()
@@ -539,7 +539,7 @@ def text_of(document: Document, field: str, key: str) -> str:
     return text
 
 
-def _own(document: Document, tokens: int) -> slice:
+def _unpadded(document: Document, tokens: int) -> slice:
     """Return the range of a row's tokens that are not padding, which is only at the ends."""
     mask = _of_each(document, MASK, _whole_numbers(document, MASK), tokens)
     if not np.isin(mask, (0, 1)).all():

@@ -339,6 +339,6 @@ def _read_facts(folder: Path) -> list[WindowFacts]:
     return [WindowFacts(**own) for own in known] if stored.get("seal") == _seal(known) else []
 
 
-def _seal(known: object) -> str:
+def _seal(facts: object) -> str:
     """Return a digest of windows' facts: damaged counts would make a run train other sequences."""
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -34,10 +34,10 @@ _WRITTEN = re.compile(r"qzq(\d+)qzq")
 _CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
 
 
-def read_tools(given: Any, place: str) -> list[Any] | None:
+def read_tools(value: Any, place: str) -> list[Any] | None:
     """Return a record's tools as JSON schemas, from objects or JSON texts. Raises UnsupportedError,
     with `place` and the number of the tool, for anything else."""
-    tools = _parsed(given, f"{place}: field 'tools'") if isinstance(given, str) else given
+    tools = _parsed(value, f"{place}: field 'tools'") if isinstance(value, str) else value
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
@@ -60,10 +60,10 @@ def _schema(tool: Any, place: str) -> Any:
     return tool
 
 
-def read_message(given: Message, place: str) -> Message:
+def read_message(fields: Message, place: str) -> Message:
     """Return a message without its keys that are null, and with its tool calls as objects. Raises
     UnsupportedError, with `place`, if it has no content, or content other than text."""
-    message = {key: value for key, value in given.items() if value is not None}
+    message = {key: value for key, value in fields.items() if value is not None}
     for key, value in message.items():
         if _MEDIA.fullmatch(key.rstrip("s")) and value:
             raise UnsupportedError(f"{place}: {key}: {_NO_MEDIA}")
@@ -110,17 +110,17 @@ def _read_parts(parts: Sequence[Any], place: str) -> Any:
     return kept
 
 
-def _read_calls(given: Any, place: str) -> list[Any]:
-    calls = _parsed(given, f"{place}: {CALLS}") if isinstance(given, str) else given
+def _read_calls(value: Any, place: str) -> list[Any]:
+    calls = _parsed(value, f"{place}: {CALLS}") if isinstance(value, str) else value
     if not isinstance(calls, list | tuple):
         raise UnsupportedError(f"{place}: {CALLS} holds {_kind(calls)}, expected a list of calls")
     return [_read_call(call, f"{place}: call {n}") for n, call in enumerate(calls, 1)]
 
 
-def _read_call(given: Any, place: str) -> Message:
+def _read_call(value: Any, place: str) -> Message:
     """Return a tool call as an object. Its arguments, an object or a JSON text, are checked and
     stay as they are."""
-    call = read_object(given, place)
+    call = read_object(value, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
     if isinstance(call.get(ARGUMENTS), str):
@@ -193,17 +193,17 @@ def with_marks(messages: Sequence[Message]) -> list[Message]:
     """Return messages with numbered placeholders for texts and for arguments of tool calls."""
     numbers: Iterator[int] = count()
 
-    def content(own: Any) -> Any:
-        if isinstance(own, str):
-            return _mark(numbers) if own else own
-        if isinstance(own, list):
-            keys = ((part, _text_key(part)) for part in own)
+    def content(value: Any) -> Any:
+        if isinstance(value, str):
+            return _mark(numbers) if value else value
+        if isinstance(value, list):
+            keys = ((part, _text_key(part)) for part in value)
             return [part if key is None else {**part, key: _mark(numbers)} for part, key in keys]
-        return own
+        return value
 
-    def arguments(own: Any) -> Any:
+    def arguments(value: Any) -> Any:
         found = {"x": _mark(numbers)}
-        return json.dumps(found) if isinstance(own, str) else found
+        return json.dumps(found) if isinstance(value, str) else found
 
     marked = [{**m, CONTENT: content(m[CONTENT])} if CONTENT in m else m for m in messages]
     return _changed(marked, arguments)

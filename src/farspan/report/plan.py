@@ -580,13 +580,13 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 
 
 def spans_json(
-    found: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
+    timed: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
 ) -> dict[str, Any]:
     """Return planned or measured spans of time as a process's trace, with a row for compute and for
     each kind of copy. It begins at 0, though first copies may precede the recorded start."""
-    found = list(found)
-    early = min((span.start for _, span in found), default=0.0)
-    events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in found]
+    timed = list(timed)
+    early = min((span.start for _, span in timed), default=0.0)
+    events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in timed]
     rows = [
         {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": {"name": words}}
         for row, words in enumerate(ROWS.values())

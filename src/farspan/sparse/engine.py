@@ -348,10 +348,10 @@ class SparseStep:
     watched: int = 0  # runs that watched a cell
 
     @classmethod
-    def of(cls, schedule: Schedule, given: GivenSelector | None) -> Self:
+    def of(cls, schedule: Schedule, custom: GivenSelector | None) -> Self:
         """Return a step's sparse attention for a schedule and the user's selector, if any."""
         assert schedule.sparse is not None, "attention is sparse"
-        return cls(schedule.sparse, selector_of(given, schedule))
+        return cls(schedule.sparse, selector_of(custom, schedule))
 
     def run(self, context: AttentionContext, *, watches: bool) -> "SparseRun":
         cell = watched_cell(context.program, self.watched) if watches else None
@@ -366,12 +366,12 @@ class SparseStep:
         return self.select.nbytes(dtype)
 
 
-def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
+def selector_of(custom: GivenSelector | None, schedule: Schedule) -> Selector:
     """Return a step's selector: the user's, or else `TopK` with the schedule's budget. Raises
     UnsupportedError for an index that is missing, not scheduled, or unable to learn."""
     sparse = schedule.sparse
     assert sparse is not None, "attention is sparse"
-    if sparse.indexed != isinstance(given, Index):
+    if sparse.indexed != isinstance(custom, Index):
         raise UnsupportedError(
             "selector: sparse.selector is index, which needs an index; give one as selector, such "
             "as `Index.load(folder)`"
@@ -379,11 +379,11 @@ def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
             else f"selector: an index chooses pages, but sparse.selector is {sparse.selector}; set "
             "it to index"
         )
-    if isinstance(given, Index):
-        if given.learns():
+    if isinstance(custom, Index):
+        if custom.learns():
             refuse_keys_on_host(schedule)
-        return replace(given, select=_reads_votes(given.select, sparse))
-    return _reads_votes(given, sparse)
+        return replace(custom, select=_reads_votes(custom.select, sparse))
+    return _reads_votes(custom, sparse)
 
 
 def refuse_keys_on_host(schedule: Schedule) -> None:

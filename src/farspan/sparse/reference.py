@@ -195,13 +195,13 @@ def linear_modules(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
     return {short(path): parameters for path, parameters in by_path.items()}
 
 
-def distance(found: Gradients, expected: Gradients, names: Iterable[str]) -> float:
-    """Return the relative error |found - expected| / |expected| of the named gradients, taken as
-    one vector; |found| if `expected` is zero. NaN counts as infinite."""
+def distance(gradients: Gradients, expected: Gradients, names: Iterable[str]) -> float:
+    """Return the relative error |gradients - expected| / |expected| of the named gradients, as one
+    vector; |gradients| if `expected` is zero. NaN counts as infinite."""
     off = size = 0.0
     for name in names:
         right = expected[name].double()
-        off += float((found[name].double() - right).square().sum())
+        off += float((gradients[name].double() - right).square().sum())
         size += float(right.square().sum())
     error = (off / size if size > 0 else off) ** 0.5
     return error if error == error else float("inf")

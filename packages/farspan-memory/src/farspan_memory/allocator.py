@@ -232,16 +232,16 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     return recorded()
 
 
-def _setting(name: str, given: int | None, options: AllocatorOptions) -> int:
+def _setting(name: str, keyword: int | None, options: AllocatorOptions) -> int:
     """Return a setting, a keyword or one of the options. Raises UnsupportedError if it is both."""
     value: int = getattr(options, name)
-    if given is None:
+    if keyword is None:
         return value
     if value != getattr(AllocatorOptions(), name):
         raise UnsupportedError(
-            f"{name}: {given} is given, but options has {value}; give only one of the two"
+            f"{name}: {keyword} is given, but options has {value}; give only one of the two"
         )
-    return given
+    return keyword
 
 
 def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:

@@ -196,20 +196,20 @@ METHODS: dict[Method, Callable[[PlacementOptions], tuple[Solution, str]]] = {
 
 
 def placement_json(
-    question: PlacementOptions, found: Solution, method: str, alignment: int
+    question: PlacementOptions, solution: Solution, method: str, alignment: int
 ) -> dict[str, Any]:
     """Return a placement as JSON: the arena's bytes, and the address of each malloc, in order."""
-    placement, capacity = found.placement, question.capacity
+    placement, capacity = solution.placement, question.capacity
     return {
         "trace": question.trace.name,
         "requests": len(question.requests),
         "method": str(method),
         "peak": placement.height,
         "lower_bound": placement.lower_bound,
-        "proved_bound": found.proved_bound,
-        "optimal": found.optimal,
-        "seconds": found.seconds,
-        "nodes": found.nodes,
+        "proved_bound": solution.proved_bound,
+        "optimal": solution.optimal,
+        "seconds": solution.seconds,
+        "nodes": solution.nodes,
         "alignment": alignment,
         "capacity": capacity,
         "fits": None if capacity is None else placement.height <= capacity,

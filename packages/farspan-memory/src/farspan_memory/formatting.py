@@ -24,16 +24,16 @@ WIDE = 10_000  # columns of output that is not a terminal: no line is wrapped
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*bytes)?")
 
 
-def read_bytes(given: str, name: str) -> int:
+def read_bytes(value: str, name: str) -> int:
     """Parse bytes such as 80GB, 128GiB or 128G. Raises UnsupportedError naming the option
     `name`."""
-    match = _WRITTEN.fullmatch(given.strip().lower())
+    match = _WRITTEN.fullmatch(value.strip().lower())
     if match is not None and match[2] in UNITS:
         amount = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2]]
         if amount >= 1:
             return int(amount)
     raise UnsupportedError(
-        f"{name}: expected bytes such as 128GiB (2**30) or 80GB (10**9), at least 1, got {given!r}"
+        f"{name}: expected bytes such as 128GiB (2**30) or 80GB (10**9), at least 1, got {value!r}"
     )
 
 

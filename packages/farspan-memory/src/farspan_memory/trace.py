@@ -184,9 +184,9 @@ def read_snapshot(content: bytes, name: str, device: int | None = None) -> Trace
     return from_snapshot(_values(content, name), name, device)
 
 
-def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
+def from_snapshot(snapshot: Any, name: str, device: int | None = None) -> Trace:
     """Return the trace of a snapshot that `torch.cuda.memory._snapshot()` returned."""
-    traces = found.get("device_traces") if isinstance(found, dict) else found
+    traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else snapshot
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise UnsupportedError(
             f"{name}: expected a snapshot with device_traces, one list for each device"
@@ -198,7 +198,7 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
             f"{name}: device {device} has no events; record with "
             "torch.cuda.memory._record_memory_history() before the step"
         )
-    segments = found.get("segments", []) if isinstance(found, dict) else []
+    segments = snapshot.get("segments", []) if isinstance(snapshot, dict) else []
     return _EventReader(name, device).trace(traces[device], segments)
 
 
