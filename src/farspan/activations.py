@@ -29,7 +29,7 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor, as a view of a named tensor or of a span, wherever these lie by then."""
+    """A saved tensor, described as a view of a named tensor or of a span of saved memory."""
 
     source: str | int  # name, or address of the storage
     offset: int  # bytes from the named tensor's first element, or from the storage's
@@ -110,7 +110,7 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or a view of one; slots have other tensors too."""
+        """Return whether a tensor is a parameter or a view of one; storages hold others, too."""
         storage, start = _storage(tensor), _start(tensor)
         return any(storage == s and low <= start < high for s, low, high in self._parameters)
 

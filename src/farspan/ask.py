@@ -279,7 +279,7 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the planner's input for the model as the machine runs it, with adapters or without."""
+    """Return the planner's input for the model as it runs, with adapters of rank `lora` or none."""
     if question.profiles is None:
         return question
     profile = question.profile

@@ -232,8 +232,8 @@ def clear(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a link, or rename and delete a folder, so that its name means a whole one. Raises
-    WriteFailed."""
+    """Delete a folder, renamed first so that its name never stands for half of it; of a link,
+    delete only the link. Raises WriteFailed."""
     try:
         if folder.is_symlink():
             folder.unlink()

@@ -92,7 +92,7 @@ def grpo(
 def distillation(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the part of KL(teacher || student) that comes from the teacher's k likeliest ids, per
     token, [batch, tokens]. Arguments are log-probabilities [batch, tokens, k]; the result is 0
-    where `mask` is. For a token with fewer than k ids, the teacher's others are -inf."""
+    where `mask` is. For a token with fewer than k ids, the teacher has -inf at the rest."""
     weight = teacher.exp()
     loss = torch.where(weight > 0, weight * (teacher - student), 0).sum(-1)
     return loss if mask is None else loss * mask

@@ -90,8 +90,8 @@ def train_and_tell(
 
 
 def metrics_sum(folder: Path) -> int | None:
-    """Return a checksum of a run's metrics.jsonl, or None without the file, to see whether a
-    command changes the file. Clocks may be wrong."""
+    """Return a checksum of a run's metrics.jsonl, or None if there is none. It shows whether a
+    command changed the file, without relying on clocks."""
     try:
         return crc32((folder.expanduser() / "metrics.jsonl").read_bytes())
     except OSError:

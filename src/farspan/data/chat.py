@@ -218,7 +218,7 @@ class ChatForm(Form):
         return Written(text, spans, bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
-        """Return a record's messages. Raises UnsupportedError if its field has no such list."""
+        """Return a record's messages. Raises UnsupportedError if the field is no list of them."""
         given = field_of(document, self.field, self.key(self.field))
         whole = isinstance(given, Sequence) and not isinstance(given, str)
         needed = ("from", "value") if self.sharegpt else ("role",)
@@ -493,7 +493,7 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class PromptForm(Form):
-    """Reader of records of a prompt and its completion (or of other fields named for these), as
+    """Reader of records of a prompt and its completion, or of two fields that mean the same, as
     texts or messages. The prompt is trained only if `everything` is set."""
 
     prompt: str

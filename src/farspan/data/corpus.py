@@ -641,7 +641,7 @@ def _refuse_cut(
 
 
 def _check_disjoint(parts: list[Part]) -> None:
-    """Raise UnsupportedError if the last source shares documents with others or held-out ones."""
+    """Raise UnsupportedError if the last source shares documents with another, or held-out ones."""
     last = parts[-1]
     for part in parts:
         trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]

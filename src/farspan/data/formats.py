@@ -347,8 +347,8 @@ _ALPACA_WITH_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class AlpacaForm(Form):
-    """Reader of records with an instruction, an optional input and an output, as Stanford Alpaca's
-    prompt. The prompt is trained only if `everything` is set."""
+    """Reader of records with an instruction, an optional input and an output, which it writes in
+    Stanford Alpaca's format. The prompt is trained only if `everything` is set."""
 
     everything: bool
 
@@ -576,7 +576,7 @@ ASSISTANT = "assistant"
 def take_marks(
     document: Document, messages: Sequence[Message], everything: bool
 ) -> tuple[list[Message], tuple[bool, ...] | None]:
-    """Split messages from the marks that say whether a turn is trained.
+    """Separate messages from the marks in them that say whether a turn is trained.
 
     Args:
         document: the record, for the words of errors.

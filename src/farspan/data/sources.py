@@ -641,7 +641,7 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """Resume a stream as `DataFiles.behind` does. A place ends with the library's own state."""
+        """Resume a stream as `DataFiles.behind` does; a place includes the library's own state."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):

@@ -134,8 +134,8 @@ def drawn_walk(
     rows: int = ROWS_SHOWN,
     columns: int = COLUMNS_SHOWN,
 ) -> tuple[StepFrames, dict[str, Any]]:
-    """Return a step's frames, and the page's data about the order of its cells. `begins` has the
-    seconds, from the step's start to its `end`, at which instructions begin, by index."""
+    """Return a step's frames, and the page's data about its cells. `begins` has, by index, the
+    second from the step's start at which an instruction begins; the step ends at `end`."""
     groups = [program.groups[group] for group in program.own_groups()]
     layers = thinned(range(groups[0][0], groups[-1][1]), rows)
     chunks = thinned(range(len(program.chunks)), columns)
@@ -150,7 +150,7 @@ def drawn_walk(
 
 
 def _times(at: StepFrames, begins: Mapping[int, float]) -> list[float]:
-    """Return the frames' start times, ascending: an instruction that waits was issued earlier."""
+    """Return the start time of each frame in seconds, never before the previous frame's."""
     starts, now = [], 0.0
     for index in at.shown:
         now = max(now, begins.get(index, now))
@@ -326,7 +326,7 @@ def _budget_part(buffer: Buffer) -> str:
 
 
 class _Tensor(NamedTuple):
-    """Identifies a tensor that a cell (layer, chunk) leaves in memory, or the input of a group."""
+    """Key of a tensor that a cell (layer, chunk) leaves in memory, or of a group's input."""
 
     kind: Kind
     layer: int
@@ -335,7 +335,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """Which memory holds each tensor of the page's cells, updated instruction by instruction."""
+    """Record of the memory that holds each tensor of the page's cells, updated by instruction."""
 
     program: Program
     layers: dict[int, int]  # layer to its row on the page
@@ -414,8 +414,8 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return data for the page's `farspan.walk`: the operation of each frame; and for each cell and
-    group input on the page its states, each with its first frame."""
+    """Return the data of the page's grid of cells (`farspan.walk`): each frame's operation; for
+    each cell and group input its states, each with the first frame that has the state."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]

@@ -288,8 +288,8 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights. Cells' memory
-    counts only beyond `walked` bytes, which `_CellMemory` has: it is extra memory of kernels."""
+    """Yield the blocks outside the arena that last the whole step, such as weights. Of cells'
+    memory `_CellMemory` has `walked` bytes; only the rest, extra memory of kernels, is here."""
     sizes = {
         name: count
         for name, count in parts.items()

@@ -55,15 +55,15 @@ class KeptMass:
         return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
-        """Return the share that a selector keeps with `budgets[place]`, averaged over layers."""
+        """Return the share of attention a selector keeps with `budgets[place]`, over all layers."""
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the smallest share that a layer keeps with `budgets[place]`, and that layer."""
+        """Return the smallest share of attention in a layer with `budgets[place]`, and which."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:
-        """Return the smallest budget (tokens) that keeps the share `ENOUGH` on average."""
+        """Return the smallest budget (tokens) to keep `ENOUGH` of the attention on average."""
         return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
 
     def enough_everywhere(self, name: str) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class KeptMass:
         return replace(self.sparse, budget=budget, selector=name)
 
     def judged(self) -> int:
-        """Return the budget to compare losses at: the advised, or the last below all pages."""
+        """Return the budget to compare losses at: the advised, else the largest below all pages."""
         advised = self.advised()
         return self.budgets[-2] if advised is None else advised.budget
 

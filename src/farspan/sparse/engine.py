@@ -387,7 +387,7 @@ def selector_of(custom: GivenSelector | None, schedule: Schedule) -> Selector:
 
 
 def refuse_keys_on_host(schedule: Schedule) -> None:
-    """Raise UnsupportedError if the schedule keeps keys on host: an index cannot learn there."""
+    """Raise UnsupportedError if the schedule keeps keys on host: no index can learn from them."""
     if schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "index: learns from keys on the device, but the keys are on host; set schedule.kv to "
@@ -488,8 +488,7 @@ class SparseCell:
 
 
 def _keep(choice: Tensor, buffer: Tensor) -> None:
-    """Write chosen pages [B, Hk, M, k'] into their buffer [B, Hk, M, k]. Raises
-    UnsupportedError."""
+    """Store chosen pages [B, Hk, M, k'] in [B, Hk, M, k]. Raises UnsupportedError beyond k."""
     width, most = choice.shape[3], buffer.shape[3]
     if width > most and bool((choice[..., most:] >= 0).any()):
         raise UnsupportedError(

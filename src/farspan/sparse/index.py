@@ -57,7 +57,7 @@ class LayerIndex:
         return self.keys.shape[2]
 
     def is_whole(self) -> bool:
-        """Return whether the shapes of the two matrices fit each other."""
+        """Return whether the shapes of the layer's two matrices fit each other."""
         heads, _, dims, dim = self.queries.shape if self.queries.ndim == 4 else (0, 0, 0, 0)
         return heads * dim > 0 and self.keys.shape == (heads, dims, dim)
 
@@ -407,5 +407,5 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Return the function as a selector; given an index, the function gets the index's votes."""
+    """Replace a selector by `function`; an index stays, and `function` reads the index's votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

@@ -97,7 +97,7 @@ def _rows_of_program(sizes, shape: tl.constexpr):
 
 @triton.jit
 def _entries(table, query_page, sizes):
-    """Return the first entry of the choice that a query page reads, and the number of entries."""
+    """Return which entries of the choice a query page reads: the first, and their number."""
     row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
     first, count = row * _size(sizes.chosen), _size(sizes.chosen)
     if table.runs is not None:
@@ -133,7 +133,7 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 @triton.jit
 def _product(a, b, start):
-    """Return a @ b.T + start (None: 0); fp32, used to check last bits, adds `start` last."""
+    """Return a @ b.T + start (None: 0). With fp32, for bit-exact checks, add `start` last."""
     late: tl.constexpr = start is not None and a[0].dtype == tl.float32
     product = None if late else start
     for part in tl.static_range(len(a)):
@@ -305,9 +305,9 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
-    """Return the query head (within its group) and the token (within its query page) of a tile's
-    first row, and those of all rows relative to the first row. The relative ones are equal for all
-    tiles, except for tiles that span query pages or divide them unevenly."""
+    """Return a tile's first row, as query head within its group and token within its query page,
+    and the offsets (head, token) of all rows from the first. The offsets are the same for all
+    tiles, except for tiles of several query pages or of parts of uneven ones."""
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)
@@ -338,7 +338,7 @@ def _rows_from(x, place, head, token, shape: tl.constexpr):
 
 @triton.jit
 def _owned(visits, row, start, sizes, shape: tl.constexpr):
-    """Return the keys whose dK and dV one program sums: batch row, KV head, first token in the
+    """Return for which keys a program sums dK and dV: batch row, KV head, first token in the
     sequence and in the buffer, and a mask of the keys that exist."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)

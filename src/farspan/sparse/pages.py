@@ -85,7 +85,7 @@ def units_of(choice: Tensor, count: int | None = None) -> Units:
 
 
 def count_of(choice: Tensor) -> Tensor:
-    """Return the number of distinct units of a choice, as a tensor [1]: the CPU does not wait."""
+    """Return the number of distinct units of a choice, [1], without making the CPU wait."""
     if choice.numel() == 0:
         return torch.zeros(1, dtype=torch.int64, device=choice.device)
     return _ranked(choice)[2][-1:].clone()
@@ -161,8 +161,8 @@ SCORES_ELSEWHERE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The pages that a chunk may choose from. Column i of the votes belongs to page `pages[i]`, or
-    to `columns()[..., i]` if superpages were ranked."""
+    """The pages that a chunk may choose from. Votes have a column for each: column i is page
+    `pages[i]`, or page `columns()[..., i]` if superpages (16 pages each) were ranked."""
 
     pages: range
     first: Tensor | None = None  # [B, M]: earlier pages are hidden from all queries; None: none are
@@ -178,7 +178,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return which columns' pages no query may see: bool [B, 1 or Hk, M, columns] or None."""
+        """Return which columns (pages) no query sees, bool [B, 1 or Hk, M, columns]; or None."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -191,12 +191,12 @@ class Candidates:
         return (pages < self.first[..., None]).unsqueeze(1)
 
     def numbers(self, columns: Tensor) -> Tensor:
-        """Convert columns of the votes [B, Hk, M, k] to the numbers of their pages."""
+        """Convert chosen columns of the votes [B, Hk, M, k] to page numbers."""
         pages = self.columns()
         return columns + self.pages.start if pages is None else pages.gather(3, columns)
 
     def spread(self, votes: Tensor) -> Tensor:
-        """Return votes with a column for each candidate, [B, Hk, M, n]: 0 if not compared."""
+        """Return the votes [B, Hk, M, n] for all n candidates, with 0 for pages not compared."""
         pages = self.columns()
         if pages is None:
             return votes
@@ -210,7 +210,7 @@ class Selector(Protocol):
     """Function that chooses pages by their votes, determined by its arguments and its fields."""
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        """Return the pages [B, Hk, M, k] chosen by votes [B, Hk, M, columns of `candidates`]."""
+        """Return the numbers of the pages [B, Hk, M, k] chosen by votes [B, Hk, M, columns]."""
 
 
 def vote(
@@ -310,9 +310,9 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
 
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
-    """Return keys by which superpages are ranked, [B, Hk, N * R', D], from mean keys [B, Hk, n * R,
-    D]. They are means of 4 tokens, less the mean of all tokens, which favours no page but dominates
-    the scores of some heads. A ragged last superpage repeats its last mean."""
+    """Return keys for ranking superpages (16 pages each), [B, Hk, N * R', D], from the mean keys
+    [B, Hk, n * R, D] of n pages: means of 4 tokens, less the mean of all tokens, which favours no
+    page but dominates some heads' scores. A ragged last superpage repeats its last mean."""
     each = sparse.super_tokens // sparse.mean_tokens
     parts = representatives.unflatten(2, (-1, each))
     count = parts.shape[2]
@@ -348,7 +348,7 @@ def largest_scores(
 def best_superpages(scores: Tensor, count: int) -> Tensor:
     """Return the superpages with the largest scores [B, Hk, M, N]: int32 [B, Hk, M, count]."""
     superpages = Candidates(range(scores.shape[3]))
-    return take_most(scores, superpages, _everywhere(count, scores), count)
+    return take_most(scores, superpages, _scalar(count, scores), count)
 
 
 def vote_refined(
@@ -407,7 +407,7 @@ def _refined_scores(
     return scores
 
 
-def _everywhere(count: int, votes: Tensor) -> Tensor:
+def _scalar(count: int, votes: Tensor) -> Tensor:
     """Return a scalar tensor, filled on the device: torch.tensor would wait for a copy."""
     return torch.full((), count, device=votes.device)
 
@@ -420,7 +420,7 @@ class TopK:
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         most = min(self.pages, votes.shape[3])
-        return take_most(votes, candidates, _everywhere(most, votes), most)
+        return take_most(votes, candidates, _scalar(most, votes), most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +444,7 @@ class Fraction:
         pages = len(candidates.pages)
         most = min(ceil(share * pages), votes.shape[3])
         if candidates.first is None:
-            return take_most(votes, candidates, _everywhere(most, votes), most)
+            return take_most(votes, candidates, _scalar(most, votes), most)
         seen = (candidates.pages.stop - candidates.first).clamp(0, pages)
         counts = (-(-seen * share.numerator // share.denominator)).clamp(max=most)
         return take_most(votes, candidates, counts[:, None, :, None], most)

@@ -31,7 +31,7 @@ from farspan.spec import RunSpec, Sparse
 
 @dataclass(frozen=True, slots=True)
 class SparseReference:
-    """Sparse attention of whole sequences in plain PyTorch, with the arguments of `reference`. The
+    """Sparse attention of whole sequences in plain PyTorch, called like the dense `reference`. The
     selector chooses pages by votes of the whole sequence's queries for its keys."""
 
     sparse: Sparse

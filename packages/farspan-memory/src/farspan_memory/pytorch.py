@@ -201,7 +201,7 @@ class NativeMemory:
         )
 
     def raise_out_of_memory_by(self, function: int) -> None:
-        """Set the C function that throws when memory runs out; before, std::runtime_error."""
+        """Set the C function that throws on out-of-memory (default: std::runtime_error)."""
         self._library.farspan_torch_set_oom(ctypes.c_void_p(function))
 
     def of(self, device: int) -> Allocator:
@@ -337,7 +337,7 @@ extern "C" __attribute__((visibility("default"))) void {SYMBOL}(const char* text
 
 @dataclass(frozen=True, slots=True)
 class Raiser:
-    """C function that throws torch's out-of-memory error; without it, the reason."""
+    """C function that throws torch's out-of-memory error, or the reason why there is none."""
 
     address: int | None  # of void (*)(const char*)
     reason: str = ""

@@ -289,7 +289,7 @@ def _tick(share: float, most: int) -> str:
 
 
 def _marks(comparison: AllocatorComparison) -> list[str]:
-    """Return lines at the trace's marks; at the marks of steps only if all are too many."""
+    """Return a panel's lines at the trace's marks, or only at its steps if marks are many."""
     marks = comparison.marks
     if len(marks) > MARKS:
         marks = tuple(mark for mark in marks if mark[1].startswith("step"))

@@ -157,7 +157,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """A block as the checker of invariants sees it."""
+    """Facts about one block, for the checker of invariants."""
 
     segment: int  # address of the segment
     segment_size: int

@@ -270,8 +270,8 @@ class AllocatorComparison:
         return min(results, key=lambda result: result.smallest.capacity or 0, default=None)
 
     def expandable_as_good(self) -> bool | None:
-        """Return whether expandable segments need at most AS_GOOD of the live peak more memory than
-        stitching; None unless both were compared."""
+        """Return whether expandable segments need no more memory than stitching, or at most AS_GOOD
+        of the live peak more; None unless both were compared."""
         expandable, stitching = self.least_of(EXPANDABLE), self.least_of(STITCHING)
         if expandable is None or stitching is None:
             return None
@@ -410,7 +410,7 @@ def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> Alloca
 
 
 def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
-    """Serve the events. Return the reserved bytes after each sample, and whether it succeeded."""
+    """Serve the events. Return the reserved bytes after each sample, and whether all succeeded."""
     malloc, free, every = served.malloc, served.free, stride(steps)
     curve: list[int] = []
     try:

@@ -167,7 +167,7 @@ def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
 def _exact_addresses(
     requests: Sequence[PlacementRequest], program: MixedIntegerProgram, x: Sequence[float]
 ) -> Placement | None:
-    """Return addresses in whole bytes: each tensor as low as those that the solution puts below it
+    """Return addresses in whole bytes: each tensor as low as the tensors below it in the solution
     allow. None if the solution contains a cycle, as for sizes below the tolerance. The solver's own
     addresses have errors of up to a millionth of M_cap."""
     below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
