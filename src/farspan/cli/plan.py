@@ -485,7 +485,7 @@ def _answer_for_model(options: dict[str, Any], max_step: float | None) -> PlanAn
 def longest_of(
     question: Question, strategies: Sequence[str] | None, plans: dict[str, Plan], max_step: float
 ) -> Longest:
-    """Return the longest contexts `plans`; if none fits, with the plan for the shortest context."""
+    """Return the longest contexts, each with its plan; without any, the plan for the shortest."""
     shortest = None
     if not plans:
         run = replace(question.run, tokens=LEAST)

@@ -231,7 +231,7 @@ class Mixture:
 
 
 def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
-    """Concatenate batches of sequences to one batch."""
+    """Concatenate batches of sequences into one batch."""
     ids, labels, marks = (
         np.concatenate([getattr(row, name) for row in rows])
         for name in ("input_ids", "labels", "document_ids")

@@ -351,7 +351,7 @@ class HubTokenizer:
         return tuple(sorted({*added, *inner.all_special_tokens} - others))
 
     def _doubled(self, row: list[int]) -> int:
-        """Return 1 if a text begins with the token that the tokenizer puts before texts, else 0."""
+        """Return 1 if a text begins with the token that the tokenizer adds before it, else 0."""
         begin = self.inner.bos_token_id
         return int(begin is not None and row[:2] == [begin, begin] and self._begins() == begin)
 

@@ -77,7 +77,7 @@ class KeptMass:
         return mass >= ENOUGH or budget == self.budgets[-1]  # all pages, up to rounding
 
     def best(self) -> str:
-        """Return the name of the selector that keeps `ENOUGH` with the smallest budget."""
+        """Return the selector that keeps `ENOUGH` of the attention with the smallest budget."""
         return min(
             (name for name in self.names if name != RANDOM),
             key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]),

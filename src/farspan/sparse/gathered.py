@@ -157,7 +157,7 @@ class _SlabRows:
     starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
     def alike(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the flat indices of rows with equally many pages, and whether they need masks."""
+        """Yield the indices of query rows with equally many pages, and whether to mask them."""
         index = self.units.index
         kinds = 2 * (index >= 0).sum(3)
         if self.starts is not None:
@@ -187,7 +187,7 @@ class _SlabRows:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The `FarKernel` that copies pages, for as many rows at a time as `part_bytes` allow."""
+    """The `FarKernel` that copies pages, for as many queries at a time as `part_bytes` allow."""
 
     kernel: PageKernel
     part_bytes: int = PART_BYTES["cpu"]
@@ -265,7 +265,7 @@ class Gathered:
     def _parts(
         self, of_slab: _SlabRows, slab: Slab, queries: Tensor, *, backward: bool
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the flat row indices of each part of a slab, and whether the part needs a mask."""
+        """Yield the indices of each part's query rows, and whether to mask them."""
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
             queries.shape[3],

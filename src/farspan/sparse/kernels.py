@@ -97,7 +97,7 @@ def _rows_of_program(sizes, shape: tl.constexpr):
 
 @triton.jit
 def _entries(table, query_page, sizes):
-    """Return which entries of the choice a query page reads: the first, and their number."""
+    """Return which chosen pages (entries) a query page reads: the first, and their number."""
     row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
     first, count = row * _size(sizes.chosen), _size(sizes.chosen)
     if table.runs is not None:

@@ -39,7 +39,7 @@ MOST_PAGES = 2**31  # above any int32: avoids asking the device for the largest 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Distinct units (pages of one batch row and KV head) of a choice, by row, head and page."""
+    """Distinct chosen units (pages of one batch row and KV head), by row, head and page."""
 
     rows: Tensor  # [U] int64
     heads: Tensor  # [U]
@@ -85,15 +85,15 @@ def units_of(choice: Tensor, count: int | None = None) -> Units:
 
 
 def count_of(choice: Tensor) -> Tensor:
-    """Return the number of distinct units of a choice, [1], without making the CPU wait."""
+    """Return how many distinct units are chosen, as a tensor [1]: the CPU need not wait."""
     if choice.numel() == 0:
         return torch.zeros(1, dtype=torch.int64, device=choice.device)
     return _ranked(choice)[2][-1:].clone()
 
 
 def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the entries of a choice by their unit. Return the sorted entries, the index that each
-    had before, and the rank of each entry's unit, from 1; 0 for entries without a page."""
+    """Sort the entries of a choice by unit. Return the sorted entries, the index that each had
+    before, and the rank of each entry's unit, from 1; 0 for entries without a page."""
     batch, heads = choice.shape[:2]
     owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
     number = torch.where(choice < 0, -1, owner * MOST_PAGES + choice).flatten()
@@ -138,10 +138,10 @@ class Pages(KeyValues, Protocol):
         """Yield the announced pages in blocks (slabs), each valid until the next block."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Return zeros for a slab's dK [U, P, D] and dV [U, P, Dv], in the accumulate dtype."""
+        """Return zeros, dK [U, P, D] and dV [U, P, Dv] for U pages, in the accumulate dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
-        """Add dK and dV of a slab's pages to the gradients of all queries for these pages."""
+        """Add dK and dV of a block of gathered pages to the sums over all queries."""
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:

@@ -196,8 +196,8 @@ def page(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def _trace(comparison: AllocatorComparison, live: str) -> str:
-    """Return the SVG of a trace, one panel per allocator, which share the curve of live bytes,
-    `live`."""
+    """Return the SVG of a trace: one panel for each allocator, all with the curve of live bytes,
+    which is drawn once."""
     most = max([comparison.live_peak, *(max(shown(r), default=0) for r in comparison.results)]) or 1
     title = f"{comparison.trace or 'trace'}: {comparison.events:,} mallocs and frees"
     area = _area(comparison.live, len(comparison.live), most, LIVE)
