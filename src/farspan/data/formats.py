@@ -143,12 +143,12 @@ class Fields:
     def __post_init__(self) -> None:
         self.ignored = set(self.dropped)
 
-    def documents(self, records: Iterable[Document]) -> Iterator[Document]:
+    def documents(self, rows: Iterable[Document]) -> Iterator[Document]:
         """Yield each record with only the fields that the format uses. Raises UnsupportedError at
         the end if other fields had content that would be lost; the error names and counts all of
         them."""
         count = 0
-        for count, document in enumerate(records, start=1):  # noqa: B007 - the number of all records
+        for count, document in enumerate(rows, start=1):  # noqa: B007 - the number of all records
             reduced = self._reduced(document)
             if not self._unread:
                 yield reduced
