@@ -129,7 +129,7 @@ class Objective:
 
 
 class AttentionKernel(StrEnum):
-    """Kernels for attention on CUDA: `auto` is the fastest one, the others are for comparisons."""
+    """The kernel for attention on CUDA: `auto` is the fastest, others are for comparisons."""
 
     AUTO = "auto"  # the fastest that `farspan calibrate` found here, else by the card
     CUDNN = "cudnn"  # if it is correct and its plans are few, flash attention otherwise
@@ -140,7 +140,7 @@ class AttentionKernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which kernels a schedule uses; results differ between kernels only by rounding."""
+    """Kernels that a schedule uses; their results differ only in rounding."""
 
     attention: AttentionKernel = AttentionKernel.AUTO
     # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.

@@ -332,7 +332,7 @@ UNPAIRED = "loss.kind {} compares pairs of answers; give records with chosen and
 
 @dataclass(frozen=True, slots=True)
 class LossConfig(LossKeys):
-    """Loss to train, and the reference model that the loss compares the policy with."""
+    """The loss that a run trains, and the model that it compares with."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", LossKind(self.kind))  # words, from Python

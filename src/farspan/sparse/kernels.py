@@ -288,10 +288,9 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Return the query page to which tile number `step` belongs, among the query pages that chose a
-    page of keys. If a query page has fewer rows than a tile, a tile spans the rows of several, and
-    the query page of each row is returned. After the last one comes a query page without
-    queries."""
+    """Return the query page of tile number `step`, among the tiles of the query pages that chose a
+    page of keys. If query pages have fewer rows than a tile, tiles span several, and the result is
+    the query page of each row. After the last one comes a query page without queries."""
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries

@@ -392,7 +392,8 @@ def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
     """Return the scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] in the m
-    pages of queries `run`, each for the pages of its own S superpages."""
+    pages of queries `run`, for the 16 pages of each of the S superpages that a page of queries
+    keeps."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)
