@@ -30,7 +30,7 @@ class NotDamaged(UnsupportedError):
 
 
 class NotPrivate(OSError):
-    """Another user owns a file or folder, or may write to it; the message names both."""
+    """Another user owns a file or folder, or may write to it; the message names the path."""
 
 
 KEPT = Path("~/.cache/farspan")  # files kept between runs, by default

@@ -302,7 +302,7 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
     if len(data) > MOST_VALUES and _values(data) > MOST_VALUES:
         raise UnsupportedError(f"{place} has more than {MOST_VALUES:,} values; divide the document")
     try:
-        record = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+        record = json.loads(data.decode("utf-8"), object_pairs_hook=_unrepeated)
     except UnicodeDecodeError as error:
         raise UnsupportedError(
             f"{place} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert the file to "
@@ -487,7 +487,7 @@ _READERS: Mapping[str, Callable[[Path, Reading, int], Iterator[Row]]] = {
 }
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of a JSON object's fields. Raises ValueError if a field occurs twice."""
     record = dict(pairs)
     if len(record) < len(pairs):

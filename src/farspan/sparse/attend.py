@@ -240,11 +240,11 @@ def seen_mass(
     spans: Iterable[tuple[int, int]],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the share of dense attention's mass that sampled queries see with sparse attention:
-    mean and minimum, [2] in the accumulate dtype, without a wait of the CPU. `tokens` are the
-    samples among the queries q [B, H, C, D] of a chunk with own keys `k` and sparse `lse`. `spans`
-    are ascending ranges that cover all earlier keys, which `key_values` reads once each: with K on
-    host that costs as much transfer as dense attention, so measure rarely."""
+    """Return which share of dense attention's mass sampled queries see with sparse attention: mean
+    and minimum, [2] in the accumulate dtype, without a wait of the CPU. `tokens` are the samples'
+    places in a chunk with queries q [B, H, C, D], keys `k` and sparse `lse`. `spans` are ascending
+    ranges that cover all earlier keys, which `key_values` reads once each: with K on host that
+    costs as much transfer as dense attention, so measure rarely."""
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
     few, position = q[:, :, sample].to(dtype), sample + call.near.q_start

@@ -438,8 +438,8 @@ class SparseCell:
     def attend(
         self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse as `attention.chunk.attend` does, of attention to the cell's chosen
-        pages, which the first call chooses."""
+        """Choose the cell's pages, at the first call, and return out and lse of attention to them,
+        as `attention.chunk.attend` does."""
         call, pages = self.run.call(self.i, dense), self.at_hand
         assert pages is not None
         chose = self.chooses
@@ -573,7 +573,7 @@ class SparseRun:
         return BufferPages(prefix, self.page_slots, i.chunk, far, self.sparse, means)
 
     def call(self, i: Forward, dense: AttentionCall) -> SparseCall:
-        """Return the settings of a cell's sparse attention, made from its dense settings."""
+        """Return the settings of a cell's sparse attention, given those of dense attention."""
         if i.chunk != self.chunk:
             self.chunk, self.calls = i.chunk, {}
         spec = self.storage.program.model.layers[i.layer]

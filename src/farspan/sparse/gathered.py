@@ -132,7 +132,7 @@ class _Part:
         return copies.view(len(self.index), 1, -1, of_units.shape[2])
 
     def put(self, totals: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Write this part's rows [x, r, Q, ...] into tensors of all rows [B, Hk, M, r, Q, ...]."""
+        """Write this part's results [x, r, Q, ...] into tensors [B, Hk, M, r, Q, ...]."""
         for total, x in zip(totals, rows, strict=True):
             total[self.places] = x
 
@@ -302,7 +302,7 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
 
 
 def _whole(x: Tensor, choice: Tensor, call: FarCall) -> Tensor:
-    """Return x [B, H, C, ...], padded by zeros if the last page of queries is not whole."""
+    """Return x [B, H, C, ...] padded by zeros, so that all its pages of queries are whole."""
     ragged = choice.shape[2] * call.query_tokens - x.shape[2]
     return pad(x, (0, 0) * (x.ndim - 3) + (0, ragged)) if ragged else x
 

@@ -580,7 +580,7 @@ class TritonFar:
         return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
-        """Return the call for a block of gathered pages (slab); other entries become -1."""
+        """Return the kernel call for a slab (gathered pages); entries of other slabs become -1."""
         slots = slab.units.index.int().contiguous()
         entries = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page

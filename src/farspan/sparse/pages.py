@@ -392,8 +392,7 @@ def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
     """Return the scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] in the m
-    pages of queries `run`, for the 16 pages of each of the S superpages that a page of queries
-    keeps."""
+    pages of queries `run`, each for the 16 pages of each of its S superpages."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)

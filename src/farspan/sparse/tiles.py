@@ -45,7 +45,7 @@ class PageShape(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Kernel arguments of attention that are sizes; `veiled` encodes all but heads and scale."""
+    """Sizes passed to attention kernels as arguments; all but heads and scale `veiled`."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
@@ -57,7 +57,7 @@ class PageSizes(NamedTuple):
 
 
 class VoteSizes(NamedTuple):
-    """Kernel arguments of votes that are sizes, encoded as in `PageSizes`."""
+    """Sizes passed to the kernels for votes as arguments, encoded as in `PageSizes`."""
 
     queries: int
     query_pages: int

@@ -252,7 +252,7 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Remove and return the smallest free block that suffices; None if there is none."""
+        """Remove and return the smallest free block that suffices; None if none may serve."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
