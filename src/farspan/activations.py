@@ -30,7 +30,7 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor, described as elements of a named tensor or of a copied span."""
+    """A saved tensor, described as a view of a named tensor or of a span of saved memory."""
 
     source: str | int  # name, or address of the storage
     offset: int  # bytes from the named tensor's first element, or from the storage's
@@ -54,7 +54,7 @@ Packed = Tensor | _View | _Sparse
 
 @dataclass(slots=True)
 class _Span:
-    """Range of bytes of a storage that saved tensors use, copied in one piece."""
+    """The range of a storage that saved tensors cover, copied as one run of bytes."""
 
     tensor: Tensor  # keeps the memory alive until it is copied
     low: int  # bytes from the start of the storage, aligned
@@ -67,7 +67,7 @@ class _Span:
 
 
 class SavedActivations:
-    """Store of the tensors that autograd saves for one cell's backward, moved as one run of bytes.
+    """The tensors that autograd saves for one cell's backward, copied as one run of bytes.
 
     Invariant: before `seal`, every storage with a saved view stays alive, so its address identifies
     it. After `seal` no tensor is kept, except copies beyond the planned bytes.
@@ -83,7 +83,7 @@ class SavedActivations:
         self.references: set[str] = set()  # named tensors that the graph saved
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return a context in which autograd saves tensors to this store."""
+        """Return the saved-tensor hooks with which the cell's forward must run."""
         pack, unpack = self.pack, self.unpack
         # Compiled modules save in frames that the compiler watches; it must not trace these hooks.
         if "torch._dynamo" in sys.modules:
@@ -111,7 +111,7 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor views a parameter: a slot's storage has other tensors, too."""
+        """Return whether a tensor is a parameter or a view of one; storages hold others, too."""
         storage, start = _storage(tensor), _start(tensor)
         return any(storage == s and low <= start < high for s, low, high in self._parameters)
 
@@ -124,7 +124,7 @@ class SavedActivations:
         return len(self._spans)
 
     def seal(self, store: Tensor) -> None:
-        """Copy the saved memory into `store`, the cell's bytes (uint8), after its forward."""
+        """Copy the saved memory into `store` (uint8) after the cell's forward."""
         if self.size() > store.numel():
             warnings.warn(MORE, stacklevel=2)
         place = 0
@@ -140,8 +140,8 @@ class SavedActivations:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all saved tensors. A graph refers to this store by its hooks, and a named tensor to
-        its graph: the garbage collector misses this cycle, which would keep everything alive."""
+        """Drop all saved tensors. The graph refers to this object by its hooks, and a named tensor
+        to its graph: the garbage collector does not see that cycle, which would keep all memory."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
@@ -185,7 +185,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _start(tensor: Tensor) -> int:
-    """Return a tensor's offset in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -15,8 +15,8 @@ from farspan.spec import UnsupportedError
 
 @contextmanager
 def allocator_package(wanted: str = "memory") -> Iterator[Any]:
-    """Yield `farspan_memory`, and turn its errors inside the block into farspan's. Raises
-    UnsupportedError, which begins with the `wanted` feature, if the package is not installed."""
+    """Yield the package `farspan_memory`, and inside the block convert its errors to farspan's.
+    Raises UnsupportedError, which names the feature `wanted`, if the package is not installed."""
     try:
         refused: type[Exception] = load("farspan_memory", "UnsupportedError")
     except ModuleNotFoundError as error:

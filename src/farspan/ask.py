@@ -67,38 +67,38 @@ def _discard(_: str) -> None:
     """Discard a message."""
 
 
-def _told(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
+def _meta(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
     """Return metadata that makes a field an option of `farspan plan`, named as the field or by
-    `flags`. The command line parses it by `reads`, and replaces {models} and {cards} in its
+    `flags`. The command line parses the option by `reads`, and replaces {models} and {cards} in its
     help."""
     return {"help": help, "flags": flags, "reads": reads, "metavar": metavar}
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
-    return field(default=default, metadata=_told(help, **more))
+    return field(default=default, metadata=_meta(help, **more))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's question to the planner. Sizes are numbers or text, see `farspan.formatting`.
+    """Options of a request to the planner. Sizes are numbers or text, see `farspan.formatting`.
 
     `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
     adapters. `batch` counts for each group of devices that shares a sequence.
     """
 
     config: Config = field(
-        metadata=_told(
+        metadata=_meta(
             "Instead of a run file: folder, config.json, hub name (its configuration only), or a "
             "preset: {models}.",
             "--model",
         )
     )
     context: str | int = field(
-        metadata=_told("Tokens of a sequence: 131072, 128K, 1M; K and M are 2**10 and 2**20.")
+        metadata=_meta("Tokens of a sequence: 131072, 128K, 1M; K and M are 2**10 and 2**20.")
     )
     machine: str | Path | MachineSpec = field(
         default=HERE,
-        metadata=_told(
+        metadata=_meta(
             "A card by any usual name (4090, H100 PCIe, 8xh100), a file of `farspan calibrate`, "
             "or `here` (measured once); cards: {cards}.",
             "--machine",
@@ -149,7 +149,7 @@ class Request:
     )
     sparse: Sparse | None = field(
         default=None,
-        metadata=_told(
+        metadata=_meta(
             "Page-sparse attention, an approximation: on (8K tokens of chosen pages and 4K "
             f"recent ones), off, or fields such as {EXAMPLE}."
         ),
@@ -168,7 +168,7 @@ class Request:
     progress: Callable[[str], None] = _discard  # receives messages while measuring
 
     def __post_init__(self) -> None:
-        """Convert words that other tools and people use to farspan's."""
+        """Replace words of other tools by farspan's, and refuse None where a default exists."""
         if isinstance(self.sparse, str):
             object.__setattr__(self, "sparse", read_sparse(self.sparse))
         for name in ("optimizer", "weights", "strategy", "loss", "dtype", "kernels"):
@@ -179,7 +179,7 @@ class Request:
                 object.__setattr__(self, name, as_meant(word))
 
     def question(self) -> Question:
-        """Return the question for the planner. Raises UnsupportedError naming the field."""
+        """Return the planner's input for the request. Raises UnsupportedError naming the option."""
         model, profiles = self._model()
         adapters = bool(self.lora) or model.trainable < model.parameters
         loss = loss_of(self.loss, self.reference, adapters=adapters)
@@ -248,7 +248,7 @@ class Request:
             raise UnsupportedError(f"quantize: {wrong}")
 
     def _count(self) -> int:
-        """Return the number of devices, from `gpus` or from a machine such as `8xh100`."""
+        """Return the number of devices, set by `gpus` or by a machine such as `8xh100`."""
         counted = count_of(self.machine)
         if counted is None or self.gpus in (1, counted):
             return counted or self.gpus
@@ -279,7 +279,7 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the question for the model as it runs on the machine, with adapters of rank `lora`."""
+    """Return the planner's input for the model as it runs, with adapters of rank `lora` or none."""
     if question.profiles is None:
         return question
     profile = question.profile
@@ -289,11 +289,11 @@ def as_run(question: Question, lora: int = 0) -> Question:
     return replace(question, model=model, profile=profile)
 
 
-def _asking(
+def _takes_fields(
     request: Callable[P, Request],
 ) -> Callable[[Callable[[Request], Plan]], Callable[P, Plan]]:
     """Decorate a function to take the fields of a request as arguments, all but the first by name.
-    It raises UnsupportedError for other options."""
+    The function raises UnsupportedError for other options."""
     first, *others = signature(request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]
@@ -320,7 +320,7 @@ def _asking(
     return asked
 
 
-@_asking(Request)
+@_takes_fields(Request)
 def plan(request: Request) -> Plan:
     """Find the best schedule for a model, a context and a machine, and predict its step.
 
@@ -363,8 +363,8 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """A function, as a value that ranks can send, that loads what measures a model that farspan has
-    no preset for; this needs torch."""
+    """Function that imports and returns `measure`, which profiles models without a preset and needs
+    torch. As an instance of a class it can be pickled, and so be sent to ranks."""
 
     def __call__(self) -> Measure:
         found: Measure = load("farspan.engine.profile", "measure")
@@ -375,7 +375,7 @@ measuring = Measuring()
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
-    """Measure this machine, by code that is imported only now, since it needs torch."""
+    """Measure this machine. The code for it needs torch, and is imported only now."""
     try:
         measure: Callable[[Callable[[str], None]], MachineSpec] = load(
             "farspan.engine.calibrate", "here"
@@ -433,7 +433,7 @@ MOST_DEVICES = 2**16  # per sequence; no machine has as many
 
 
 def _layout(gpus: int, model: ModelSpec) -> Layout:
-    """Return a layout in which all devices work on one sequence."""
+    """Return a layout in which all devices share each sequence. Raises UnsupportedError."""
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
     if gpus > MOST_DEVICES:

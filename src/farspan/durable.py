@@ -22,23 +22,23 @@ PARTIAL = ".partial-"
 
 
 class WriteFailed(OSError):
-    """A file could not be written; the message names it and says what to do about it."""
+    """A file could not be written; the message names the file and the remedy."""
 
 
 class NotDamaged(UnsupportedError):
-    """A checkpoint cannot be used here and now, but it may well be whole."""
+    """A checkpoint cannot be used here and now, although its files may be whole."""
 
 
 class NotPrivate(OSError):
-    """Another user owns a file or folder, or may write to it; the message names both."""
+    """Another user owns a file or folder, or may write to it; the message names the path."""
 
 
 KEPT = Path("~/.cache/farspan")  # files kept between runs, by default
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only this user may access; if it exists, check that no other user may
-    write there. Raises NotPrivate, and OSError if it cannot be made."""
+    """Make a folder that only this user may access. If it exists, check that no other user may
+    write there. Raises NotPrivate, or OSError if the folder cannot be made."""
     kept = KEPT.expanduser()
     own = folder.is_relative_to(kept)
     if own and folder != kept:
@@ -55,7 +55,7 @@ def private_folder(folder: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise NotPrivate unless this user owns `path`; for a link, its target, too."""
+    """Raise NotPrivate unless this user owns `path` and, if it is a link, the link's target."""
     for status in (path.lstat(), path.stat()):
         if status.st_uid != os.geteuid():
             raise NotPrivate(
@@ -77,7 +77,7 @@ def _user(number: int) -> str:
 
 
 def create(path: Path) -> BinaryIO:
-    """Create a file for writing; an existing file or link of that name is removed first."""
+    """Create a new file for writing, after removing a file or link of that name."""
     path.unlink(missing_ok=True)
     return path.open("xb")
 
@@ -94,7 +94,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file such that readers see the old bytes or the new ones. Raises WriteFailed."""
+    """Replace a file such that readers see either the old or the new bytes. Raises WriteFailed."""
     partial = path.with_name(PARTIAL + path.name)
     try:
         write_bytes(partial, data)
@@ -106,8 +106,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_output(path: Path, content: str | bytes, option: str) -> None:
-    """Write a file at the path that the user gave as `option`; an earlier file stays until the new
-    one is whole. Raises UnsupportedError, naming the option."""
+    """Write a file at the path that the user set by `option`. An existing file stays until the new
+    one is complete. Raises UnsupportedError, naming the option."""
     # Bytes of file names that are not Unicode become question marks.
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     try:
@@ -126,7 +126,7 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
 
 def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
     """Check, before long work, that a file can be written at `path`. Raises UnsupportedError,
-    naming the option, if not, or if a `new` file exists already."""
+    naming the option, if it cannot, or if the file must be `new` and exists already."""
     if path is None:
         return
     wrong, folder = "", path.parent
@@ -143,9 +143,9 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
 
 
 def refuse_links(folder: Path, *others: Path) -> None:
-    """Raise UnsupportedError if a folder contains a link to outside of it and the `others`, or
-    something that is neither a file nor a folder, such as a pipe, whose reading never ends. A
-    folder made by another user may point at any file of this one. Links in `wandb` are exempt: its
+    """Raise UnsupportedError if a folder contains a link to a place outside of `folder` and
+    `others`, or something else than files and folders, such as a pipe, whose reading never ends. A
+    folder made by another user may point at any file of this user. Links in `wandb` are exempt: its
     logs are links to its cache."""
     root = Path(os.path.realpath(folder))
     for place in root.rglob("*"):
@@ -163,7 +163,7 @@ def refuse_links(folder: Path, *others: Path) -> None:
 
 
 def refuse_pipes(*places: Path) -> None:
-    """Raise NotDamaged if a path is neither file nor folder, such as a pipe, which never ends."""
+    """Raise NotDamaged if a path is neither file nor folder: reading a pipe may never end."""
     for place in places:
         if place.exists():
             with readable(place):
@@ -176,8 +176,8 @@ HELD: dict[str, tuple[str, str]] = {}
 
 
 def shown(text: object) -> str:
-    """Return a text in which paths of folders that this process holds open are replaced by the
-    folders' present names: the user's, or the new ones after a rename."""
+    """Return a message with readable paths of the folders that this process holds open: as the user
+    wrote them, or by their present names after a rename."""
 
     def name(found: re.Match[str]) -> str:
         try:
@@ -192,8 +192,8 @@ def shown(text: object) -> str:
 
 @contextmanager
 def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
-    """Inside the block, have a new folder for files to write, which get the umask's modes even if a
-    library writes them. An error removes it: the disk may be full. Raises WriteFailed."""
+    """Make a new folder, to be filled inside the block; if the block fails, remove it: the disk may
+    be full. Files get the umask's modes, whatever library wrote them. Raises WriteFailed."""
     try:
         clear(folder)
         folder.mkdir(parents=True)
@@ -210,7 +210,7 @@ def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Rename a finished file or folder, replacing an earlier one. Raises WriteFailed."""
+    """Sync a finished file or folder, and rename it to `path`. Raises WriteFailed."""
     try:
         if partial.is_dir():
             for inner in partial.rglob("*"):
@@ -224,7 +224,7 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete a file, a link itself, or a folder as far as possible."""
+    """Delete a file, a link (not its target), or as much of a folder as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -232,7 +232,8 @@ def clear(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder, or a link; half-deleted, it no longer has its name. Raises WriteFailed."""
+    """Delete a folder, renamed first so that its name never stands for half of it; of a link,
+    delete only the link. Raises WriteFailed."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -249,7 +250,7 @@ def discard(folder: Path) -> None:
 
 
 def move(path: Path, place: Path) -> None:
-    """Rename a file or folder within its folder, if it still exists. Raises WriteFailed."""
+    """Rename a file or folder to `place` in the same folder, if it exists. Raises WriteFailed."""
     try:
         if os.path.lexists(path):
             os.replace(path, place)
@@ -262,8 +263,8 @@ def move(path: Path, place: Path) -> None:
 
 
 def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
-    """Delete unfinished files that a killed process left in `folder`: their names are `PARTIAL` and
-    a match of `ours`. All other files belong to the user."""
+    """Delete the unfinished files that a killed process left in `folder`. Their names are `PARTIAL`
+    and a match of `ours`; all other files belong to the user."""
     for path in folder.glob(f"{PARTIAL}*"):
         if not ours.fullmatch(path.name.removeprefix(PARTIAL)):
             continue
@@ -272,8 +273,8 @@ def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Inside the block, turn errors of reading into UnsupportedError, naming the file, if it or a
-    file under it is missing, and into NotDamaged if it is a pipe or cannot be read."""
+    """Convert errors of reading `path` in the block: to UnsupportedError, naming the file, if it or
+    a file below is missing; to NotDamaged if it is a pipe or cannot be read."""
     try:
         mode = path.stat().st_mode if os.path.lexists(path) else stat.S_IFREG
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -295,9 +296,9 @@ KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
 
 
 def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str, Any]:
-    """Parse a JSON text that holds an object, and return it; `kinds` are the types that its fields
-    must have, if present. Raises ValueError, naming the field, for other types, numbers that are
-    not `finite`, and deep nesting, in which later work would fail."""
+    """Parse a JSON object. `kinds` are the types that its fields must have, if present. Raises
+    ValueError, naming the field, for other types, for infinite numbers if `finite`, and for deep
+    nesting, in which later work would fail."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:  # the latter for deep nesting
@@ -312,8 +313,8 @@ def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str
 
 
 def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = True) -> None:
-    """Raise ValueError, naming the field, if JSON has numbers that are not `finite`, or nests
-    deeply. Overrides of a model may be infinite."""
+    """Raise ValueError, naming the field, if a JSON value nests too deeply or, if `finite`,
+    contains infinite numbers. Those in a model's `overrides` may be infinite."""
     if depth > DEEPEST:
         raise ValueError(f"{field}: nested more than {DEEPEST} levels deep")
     if isinstance(value, int | float) and finite and not abs(value) < LARGEST:
@@ -327,7 +328,7 @@ def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = Tr
 
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Inside the block, turn errors of a file's content into UnsupportedError, naming the file."""
+    """Convert errors of a file's content in the block to UnsupportedError, naming the file."""
     try:
         yield
     except UnsupportedError:
@@ -337,8 +338,8 @@ def parsing(path: Path) -> Iterator[None]:
 
 
 def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """Read a JSON file, of any origin, that holds an object. Raises UnsupportedError, naming the
-    file and the field, if it is missing or unusable."""
+    """Read an object from a JSON file of any origin. Raises UnsupportedError, naming the file and
+    the field, if the file is missing or unusable."""
     with readable(path):
         data = path.read_bytes()
     try:
@@ -348,12 +349,12 @@ def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def given_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """Read an object from a JSON file as `expect_json` does; empty if there is no file."""
+    """Read an object from a JSON file as `expect_json` does; {} if there is no file."""
     return expect_json(path, **kinds) if os.path.lexists(path) else {}
 
 
 def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, Any] | None:
-    """Read an object from a JSON file; None if it is missing, unreadable or something else."""
+    """Read an object from a JSON file; None if it is missing, unreadable or not an object."""
     try:
         return parse_object(path.read_bytes(), finite, **kinds) if path.is_file() else None
     except (OSError, ValueError):
@@ -367,7 +368,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Force a file's or folder's written data to the disk."""
+    """Force the written data of a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -40,42 +40,42 @@ _PASTED = re.compile(
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*(?:tokens|bytes))?")
 
 
-def read_tokens(given: str | int, name: str) -> int:
+def read_tokens(value: str | int, name: str) -> int:
     """Parse tokens such as 131072, 128K or 1e6. Raises UnsupportedError naming the option."""
-    return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
+    return _read(value, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
 
 
-def read_bytes(given: str | int, name: str) -> int:
+def read_bytes(value: str | int, name: str) -> int:
     """Parse bytes such as 80GB, 128GiB or 128G. Raises UnsupportedError naming the option."""
-    return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
+    return _read(value, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
 
 
-def read_memory(given: str | int, name: str) -> int:
+def read_memory(value: str | int, name: str) -> int:
     """Parse a memory's bytes. A bare number such as 24 means GiB, and is refused as too few."""
-    size = read_bytes(given, name)
-    bare = str(given).strip()
+    size = read_bytes(value, name)
+    bare = str(value).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:
         raise UnsupportedError(f"{name}: {bare} has no unit and means bytes; write {bare}GiB")
     return size
 
 
-def read_seconds(given: str | float, name: str) -> float:
+def read_seconds(value: str | float, name: str) -> float:
     """Parse seconds such as 90, 30m or 1.5h. Raises UnsupportedError naming the option."""
-    match = _TIME.fullmatch(str(given).strip().lower())
+    match = _TIME.fullmatch(str(value).strip().lower())
     seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
     if not seconds:
         raise UnsupportedError(
-            f"{name}: expected a time above 0 such as 90s, 30m or 1.5h, got {given!r}"
+            f"{name}: expected a time above 0 such as 90s, 30m or 1.5h, got {value!r}"
         )
     return seconds
 
 
-def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> int:
-    refused = UnsupportedError(f"{name}: expected {expected}, at least 1, got {given!r}")
-    if isinstance(given, int) and not isinstance(given, bool):
-        amount = Fraction(given)
+def _read(value: str | int, name: str, units: dict[str, int], expected: str) -> int:
+    refused = UnsupportedError(f"{name}: expected {expected}, at least 1, got {value!r}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        amount = Fraction(value)
     else:
-        match = _WRITTEN.fullmatch(given.strip().lower()) if isinstance(given, str) else None
+        match = _WRITTEN.fullmatch(value.strip().lower()) if isinstance(value, str) else None
         if match is None or match[2] not in units:
             if match is not None and match[2] in BYTE_UNITS:  # a count of tokens
                 size = f"{match[1]}{match[2][0].upper()}"
@@ -87,25 +87,25 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
         raise refused
     if amount > MOST_TOKENS and units is TOKEN_UNITS:
         raise UnsupportedError(
-            f"{name}: {shortened(given)} tokens are more than the limit of {MOST_TOKENS:,} (1G); "
+            f"{name}: {shortened(value)} tokens are more than the limit of {MOST_TOKENS:,} (1G); "
             "give fewer"
         )
     return int(amount)
 
 
-def shortened(given: object, most: int = SHOWN) -> str:
+def shortened(value: object, most: int = SHOWN) -> str:
     """Return a value as text for an error, cut to its first `most` characters."""
-    text = given if isinstance(given, str) else f"{given!r}"
+    text = value if isinstance(value, str) else f"{value!r}"
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def some(names: Sequence[str], where: str = "farspan plan --help") -> str:
-    """Return the first of many names as text, and say where all are listed."""
+    """Return the first few of many names as text, and say where the user finds all."""
     return f"{', '.join(names[:FEW])} and {len(names) - FEW} more ({where})"
 
 
 def without_home(text: str) -> str:
-    """Return a path as text with the home folder as `~`."""
+    """Return text in which `~` replaces the home folder in paths."""
     home = str(Path.home())
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?![^/\s'\"])", "~", text)
 
@@ -143,7 +143,7 @@ def write_count(amount: float, unit: str) -> str:
 
 
 def write_most(fraction: float) -> str:
-    """Format a fraction's upper bound as a percentage of one decimal, rounded up: never 0.0%."""
+    """Format a fraction as a percentage of one decimal, rounded up: an upper bound, never 0.0%."""
     # 0.031 * 1000 may be the next float above 31.
     return f"{ceil(round(1000 * fraction, 6)) / 10 or 0.1:.1f}%"
 
@@ -160,8 +160,8 @@ def write_seconds(seconds: float) -> str:
 
 
 def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]:
-    """Wrap text to lines of at most `columns`, by default the terminal's width. Later lines are
-    indented. A command to paste stays whole, or continues after a backslash."""
+    """Wrap text to `columns`, by default those of the terminal, and indent all lines but the first.
+    A command to paste stays on one line, or continues after a backslash."""
     width = columns or max(COLUMNS, shutil.get_terminal_size().columns)
     wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
     glued = _PASTED.sub(lambda found: found[0].replace(" ", "\0"), text)
@@ -176,7 +176,7 @@ def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the known word nearest to a misspelt one, as a question; empty if none is near."""
+    """Return ` (did you mean X?)`, with the known word X nearest to `word`, or an empty text."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1)
     return f" (did you mean {names[close[0]]}?)" if close else ""
@@ -193,7 +193,7 @@ _CALLED = {
 
 
 def as_meant(word: str) -> str:
-    """Return a word in lower case, and names that other tools use replaced by farspan's."""
+    """Return a word in lower case, or farspan's name for what other tools call by this word."""
     small = word.strip().lower()
     return _CALLED.get("".join(filter(str.isalnum, small)), small)
 
@@ -205,8 +205,8 @@ SEES_ALL = "which hides no token at this context and equals dense attention"
 
 
 def read_sparse(text: str) -> Sparse | None:
-    """Parse sparse attention's settings: `on` (the defaults), `off` (None), or fields such as
-    `page=64,budget=2K`; others have defaults. Raises UnsupportedError naming the field."""
+    """Parse the settings of sparse attention: `on` (the defaults), `off` (None), or fields to
+    change such as `page=64,budget=2K`. Raises UnsupportedError naming the field."""
     word = text.strip().lower()
     if word in (ON, OFF):
         return Sparse() if word == ON else None
@@ -227,8 +227,8 @@ def read_sparse(text: str) -> Sparse | None:
 
 
 def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "recent")) -> str:
-    """Format sparse attention's settings as `read_sparse` parses them: the fields in `named`, and
-    those that differ from the defaults."""
+    """Format settings of sparse attention for `read_sparse`: the fields in `named`, and all that
+    differ from the defaults."""
     default, pieces = Sparse(), []
     for name in FIELDS:
         if name == "index_dim" and not sparse.indexed:
@@ -241,7 +241,7 @@ def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "rece
 
 
 def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
-    """Describe, on one line, which keys a query sees; `hides` is False if it certainly sees all."""
+    """Describe in one line which keys a query sees; `hides` is False if it certainly sees all."""
     what = "approximate" if hides else SEES_ALL
     return (
         f"sparse attention, {what}: of earlier tokens it sees {write_tokens(sparse.budget)} in "
@@ -251,5 +251,5 @@ def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
 
 
 def read_pages(value: str, name: str) -> int:
-    """Parse a number of tokens as `read_tokens` does, or 0."""
+    """Parse a number of tokens, which may be 0, unlike in `read_tokens`."""
     return 0 if re.fullmatch(r"0+", value) else read_tokens(value, name)

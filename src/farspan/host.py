@@ -13,19 +13,19 @@ UNLIMITED = 2**60
 
 
 class TooLarge(UnsupportedError):
-    """The bytes that were asked for do not fit into main memory."""
+    """A request for more main memory than is available."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return how many bytes of main memory this process can still allocate before the kernel kills
-    it. /proc and /sys are read under `root`."""
+    """Return how many bytes of main memory this process can still take before the kernel kills it,
+    from the files of /proc and /sys under `root`."""
     free = int(psutil.virtual_memory().available)
     return min([free, *_group_headroom(root)])
 
 
 def describe_host(root: Path = Path("/")) -> dict[str, int]:
-    """Return the sizes of main memory that the kernel and the control groups report. `total` may be
-    less than the machine has: some virtual machines show memory once it has been used."""
+    """Return the sizes of main memory in the kernel's and the control groups' files. `total` may be
+    less than the machine has: some virtual machines show memory only once it has been used."""
     sizes, swap = psutil.virtual_memory(), psutil.swap_memory()
     shown = {name: int(getattr(sizes, name)) for name in ("total", "available", "free")}
     cached = int(getattr(sizes, "cached", 0))  # on some systems only
@@ -42,8 +42,8 @@ def refuse_beyond(
     available: int | None = None,
     allowed: int | None = None,
 ) -> None:
-    """Raise TooLarge if `needed` bytes of main memory are not available, or exceed what the user's
-    limit `host_memory` leaves; None: no limit."""
+    """Raise TooLarge if `needed` bytes of main memory exceed the `available` bytes (None: measured
+    now), or the `allowed` bytes, which the user's limit `host_memory` leaves (None: no limit)."""
     if allowed is not None and needed > allowed:
         raise TooLarge(
             f"host memory: {what} needs {_size(needed)}, but host_memory leaves only "
@@ -58,8 +58,8 @@ def refuse_beyond(
 
 
 def _size(number: int) -> str:
-    """Return bytes as text, in the largest unit that does not round them to 0. The planner's
-    formatting is in a higher layer."""
+    """Return bytes as text, in the largest unit of which there is at least one. `formatting` cannot
+    be used, because its layer is higher."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if number >= unit:
             return f"{number / unit:.2f} {name}"
@@ -67,7 +67,7 @@ def _size(number: int) -> str:
 
 
 def _group_headroom(root: Path) -> list[int]:
-    """Return limit - usage (bytes) of every control group of this process, innermost first."""
+    """Return limit - usage (bytes) of each control group of this process, innermost first."""
     headroom = []
     for folder, limit_name, usage_name in _group_folders(root):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
@@ -106,7 +106,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return a control group's file cache (bytes), freed before the kernel kills a process."""
+    """Return the bytes of a control group's file cache, which the kernel frees before it kills."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

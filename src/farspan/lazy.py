@@ -15,8 +15,8 @@ from typing import Any
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Inside the block, free objects by reference counts alone: garbage collections at random
-    moments would make two traces differ, and slow imports by a tenth."""
+    """Disable the garbage collector in the block: collections at random moments would make traces
+    of two runs differ, and they slow imports by a tenth."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -27,8 +27,8 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def load(module: str, name: str) -> Any:
-    """Import `module` if necessary, and return its attribute `name`. Both arguments are literals at
-    the call, so that the gate and a reader see them."""
+    """Import `module` if necessary, and return its attribute `name`. Callers write both as
+    literals, so that readers and the gate for imports see them."""
     with without_garbage_collection():
         return getattr(import_module(module), name)
 
@@ -37,8 +37,8 @@ _GIVEN: dict[str, str] = {}
 
 
 def give(part: str, module: str) -> None:
-    """Register the module that has a `part` of the package, for lower layers, which must not import
-    it. farspan/__init__.py, above all layers and imported first, calls this."""
+    """Register the module that implements a `part` of the package, for lower layers, which must not
+    import it. farspan/__init__.py, above all layers and imported first, calls this."""
     _GIVEN[part] = module
 
 
@@ -50,9 +50,9 @@ def given(part: str, name: str) -> Any:
 def attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package whose attributes are imported when first
-    read. `homes` maps names to modules; a name whose home is `package.name` is that module. Raises
-    AttributeError for any other name."""
+    """Return `__getattr__` and `__dir__` for a package that imports its attributes when they are
+    first read. `homes` maps each name to its module; a module `package.name` is the attribute
+    itself. Raises AttributeError for other names."""
 
     def read(name: str) -> Any:
         if name not in homes:

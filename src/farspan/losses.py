@@ -13,12 +13,12 @@ Pair = tuple[Tensor, Tensor]  # chosen answers and rejected answers, [n] each
 
 
 def sums(logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return row sums [batch] over tokens where `mask` [batch, tokens] is not 0; None: over all."""
+    """Return sums [batch] over each row's tokens: all of them, or those where `mask` is not 0."""
     return (logprobs if mask is None else logprobs * mask).sum(1)
 
 
 def means(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return row means [batch] over tokens where `mask` [batch, tokens] is not 0; 0 if none are."""
+    """Return means over each row's tokens where `mask` is not 0, [batch]; 0 for empty rows."""
     return sums(logprobs, mask) / mask.sum(1).clamp(min=1)
 
 
@@ -112,9 +112,9 @@ def grpo(
 
 
 def distillation(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the part of KL(teacher || student) in the teacher's k most likely ids, per token,
-    [batch, tokens]; 0 where `mask` [batch, tokens] is. Arguments are log-probabilities [batch,
-    tokens, k]; for unused ids of a token the teacher has -inf."""
+    """Return the part of KL(teacher || student) that comes from the teacher's k likeliest ids, per
+    token, [batch, tokens]. Arguments are log-probabilities [batch, tokens, k]; the result is 0
+    where `mask` is. For a token with fewer than k ids, the teacher has -inf at the rest."""
     weight = teacher.exp()
     loss = torch.where(weight > 0, weight * (teacher - student), 0).sum(-1)
     return loss if mask is None else loss * mask
@@ -125,7 +125,7 @@ def _margin(policy: Pair, reference: Pair) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, by the formula that is accurate at x."""
+    """Return log(1 - exp(x)) for x < 0, by whichever of two formulas is accurate for x."""
     near = x > -0.6931  # where exp(x) > 1/2
     far = torch.log1p(-torch.where(near, -1.0, x).exp())
     return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), far)

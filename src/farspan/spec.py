@@ -29,8 +29,8 @@ class UnsupportedError(ValueError):
 
 
 class Tier(StrEnum):
-    """The memory in which a buffer lives. On a machine without a GPU the two tiers are two separate
-    arenas in main memory, so every fetch and evict really happens."""
+    """The kind of memory in which a buffer lives. On a machine without a GPU the two tiers are two
+    arenas in main memory, so every fetch and evict really copies."""
 
     DEVICE = "device"
     HOST = "host"
@@ -41,19 +41,19 @@ DEVICE, HOST = Tier
 
 
 class Quantization(StrEnum):
-    """Format of linear modules' frozen weights while adapters are trained."""
+    """Formats of the frozen weights of linear modules while adapters are trained."""
 
     NF4 = "nf4"  # four bits, and eight for each block of 64 (bitsandbytes, double quantisation)
 
     @classmethod
     def _missing_(cls, value: object) -> "Quantization | None":
-        """Accept the names by which other libraries call a format."""
+        """Accept the names that other libraries have for a format."""
         word = "".join(filter(str.isalnum, str(value).lower()))
         return cls.NF4 if word in ("nf4", "4", "4bit", "bnb4bit", "loadin4bit", "qlora") else None
 
 
 class Reference(StrEnum):
-    """Sources of the log-probabilities of a loss's reference model or teacher."""
+    """Where the log-probabilities of a loss's reference model or teacher come from."""
 
     NONE = "none"
     FROZEN = "frozen"  # a second copy of the weights, evaluated each step
@@ -62,7 +62,7 @@ class Reference(StrEnum):
 
 
 class LossRow(NamedTuple):
-    """Properties of a kind of loss."""
+    """Properties of one kind of training loss."""
 
     references: tuple[Reference, ...] = (Reference.NONE,)  # that it may have, the default first
     keys: tuple[str, ...] = ()  # of `LossKeys`, those that it uses
@@ -98,7 +98,7 @@ class LossKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LossKeys:
-    """The keys of a run file's loss. Those after `kind` belong to the kinds that list them."""
+    """The keys of a run file's loss. `LossRow.keys` says which of them each kind uses."""
 
     kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
     beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
@@ -122,7 +122,7 @@ class Cut(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss of a step, with the reference model that it compares with."""
+    """The kind of a step's loss, and the reference model that the loss compares the policy with."""
 
     kind: LossKind = LossKind.SFT
     reference: Reference = Reference.NONE
@@ -181,7 +181,7 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """A layer's FLOP and temporary memory besides attention's own products, per token and forward
+    """A layer's FLOP and temporary memory without attention's own products, per token and forward
     unless a name says otherwise. All zero means not counted: then no time is known."""
 
     parameters: int = 0  # elements of the layer's weights
@@ -207,8 +207,8 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Sizes of one decoder layer that matter for memory and attention. A layer without attention
-    has no heads and a window of the token itself."""
+    """Sizes of one decoder layer that decide memory and the time of attention. A layer without
+    attention has no heads, and a window of one token, the query itself."""
 
     query_heads: int
     kv_heads: int
@@ -227,11 +227,11 @@ class LayerSpec:
         return self.query_heads > 0
 
     def kv_elements(self) -> int:
-        """Return the number of elements of K and V together, per token."""
+        """Return the number of elements of K and V together for one token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def output_elements(self) -> int:
-        """Return the number of elements of attention's output, per token."""
+        """Return the number of elements of attention's output for one token."""
         return self.query_heads * self.value_dim
 
 
@@ -272,12 +272,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A rate measured at several call sizes: linear in log(size), constant beyond the ends."""
+    """A rate measured for several sizes of a call: linear in log(size), constant beyond."""
 
     points: tuple[tuple[float, float], ...]  # (size, rate a second), sizes ascending
 
     def at(self, size: float) -> float:
-        """Return the interpolated rate of a call of this size."""
+        """Return the rate of a call of this size, interpolated between measured sizes."""
         index = bisect_right(self.points, size, key=itemgetter(0))
         if index == 0 or index == len(self.points):
             return self.points[max(0, index - 1)][1]
@@ -328,7 +328,7 @@ class Rates:
         chosen: bool = False,
     ) -> float:
         """Return the seconds of one attention call on `rows` sequences, each with `pairs` visible
-        (query, key) pairs. If `chosen`, sparse attention's kernels read chosen pages."""
+        (query, key) pairs; with `chosen`, of a sparse attention call that reads chosen pages."""
         forwards = self.attention_forward, self.causal_forward, self.softmax_forward
         backwards = self.attention_backward, self.causal_backward, self.softmax_backward
         plain, square, softmax = backwards if backward else forwards
@@ -441,40 +441,40 @@ class Sparse:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens that choose pages together: `query_page`, cut to a divisor of a page of keys."""
+        """Number of tokens that choose pages together: `query_page`, cut to a divisor of `page`."""
         return math.gcd(self.query_page, self.page)
 
     @property
     def indexed(self) -> bool:
-        """True if pages are compared by the queries and keys of an index."""
+        """True if a learned index compares pages, instead of the model's own queries and keys."""
         return self.selector == INDEX
 
     @property
     def mean_tokens(self) -> int:
-        """Tokens per mean key in votes, a divisor of a page; 1: the keys themselves."""
+        """Number of tokens per mean key in votes, a divisor of a page; 1 with an index."""
         if self.indexed:
             return 1
         return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page
 
     def key_dim(self, layer: LayerSpec) -> int:
-        """Return the width of the queries and keys by which pages are compared."""
+        """Return the dim of the queries and keys by which this layer's pages are compared."""
         return min(self.index_dim, layer.head_dim) if self.indexed else layer.head_dim
 
     @property
     def super_tokens(self) -> int:
-        """Tokens that one mean key stands for when superpages are ranked."""
+        """Number of tokens per mean key for ranking superpages (16 candidate pages each)."""
         return math.gcd(SUPERMEAN, self.page)
 
     def refined(self, candidates: int) -> int:
-        """Return how many superpages each page of queries keeps by ranking, so that only their
-        pages are compared; 0 if all `candidates` are compared. A ranking drops at least half."""
+        """Return how many superpages (16 pages each) a page of queries keeps by ranking: only their
+        pages are compared. 0 if all `candidates` are; a ranking drops at least half."""
         kept = -(-REFINED * (self.budget // self.page) // SUPERPAGE)
         pays = self.super_tokens > self.mean_tokens and self.selector != MEAN
         return kept if pays and candidates >= 2 * SUPERPAGE * kept else 0
 
     def compared(self, candidates: int) -> tuple[int, int]:
-        """Return how many mean keys each query is compared with to choose among `candidates` pages,
-        and how many before that to rank superpages."""
+        """Return with how many mean keys each query is compared to choose among `candidates` pages,
+        and with how many before that to rank superpages (16 pages each)."""
         refined = SUPERPAGE * self.refined(candidates)
         means = (refined or candidates) * self.page // self.mean_tokens
         return means, bool(refined) * candidates * self.page // self.super_tokens
@@ -489,7 +489,7 @@ class Sparse:
         return -(-tokens // self.page) * self.page
 
     def check_chunk(self, chunk: int) -> None:
-        """Raise UnsupportedError unless chunks of this size begin at the beginning of pages."""
+        """Raise UnsupportedError unless a chunk of this size is a whole number of pages."""
         above = self.whole_pages(chunk)
         if chunk != above:
             raise UnsupportedError(
@@ -498,30 +498,30 @@ class Sparse:
             )
 
     def near_start(self, q_start: int) -> int:
-        """Return the first recent token that a chunk at `q_start` sees; a page begins there."""
+        """Return the first recent token (start of a page) that the chunk at `q_start` sees."""
         return max(0, q_start - self.recent) // self.page * self.page
 
     def candidates(self, q_start: int) -> range:
-        """Return the pages from which a chunk at `q_start` chooses."""
+        """Return the numbers of the pages among which a chunk that begins at `q_start` chooses."""
         stop = self.near_start(q_start) // self.page
         return range(min(self.sink_pages, stop), stop)
 
     def width(self, q_start: int) -> int:
-        """Return how many pages, at most, a page of queries in a chunk at `q_start` can choose."""
+        """Return the most pages that a page of queries in the chunk at `q_start` can choose."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
 
     def near(self, q_start: int) -> int:
-        """Tokens before the chunk at `q_start` that all queries see: sinks and recent ones."""
+        """Number of tokens before the chunk at `q_start` that all queries see: sinks and recent."""
         return q_start - len(self.candidates(q_start)) * self.page
 
     def reach(self, q_start: int) -> int:
-        """Return how many tokens before the chunk at `q_start` one query sees, at most."""
+        """Return the most tokens before the chunk at `q_start` that one query sees."""
         return self.near(q_start) + self.width(q_start) * self.page
 
     def hides(self, tokens: int, chunk: int) -> bool:
         """Return whether some query among `tokens`, in chunks of `chunk`, may miss a token that
-        dense attention shows it. False is certain if the pages with most votes are chosen, with any
-        documents: other selectors may choose fewer than the budget has room for."""
+        dense attention shows it. False is certain, with any documents, if the pages with most votes
+        are chosen: other selectors may choose fewer than the budget allows."""
         last = (tokens - 1) // chunk * chunk  # no chunk has more candidates
         return self.reach(last) < last
 
@@ -604,7 +604,7 @@ class Schedule:
         return replace(self, chunk=chunk, sparse=sparse)
 
     def group_sizes(self, layers: int) -> tuple[int, ...]:
-        """Return the layers per group, in order. Raises UnsupportedError if they do not add up."""
+        """Return the layers per group, in order. Raises UnsupportedError if their sum is wrong."""
         if isinstance(self.groups, tuple):
             if sum(self.groups) != layers:
                 raise UnsupportedError(

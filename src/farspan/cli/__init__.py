@@ -35,13 +35,13 @@ USAGE, FAILED = 2, 1  # exit codes: the request is invalid; the command ran and 
 
 
 def typer_app(*, completion: bool = False, **options: Any) -> typer.Typer:
-    """Return an application without decorations that would hide a traceback."""
+    """Return a typer application that shows plain Python tracebacks."""
     return typer.Typer(add_completion=completion, pretty_exceptions_enable=False, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """The module that declares a command, and the first line of its help."""
+    """A command that is imported when called: its module, and the first line of its help."""
 
     module: str
     help: str
@@ -53,7 +53,7 @@ def lazy_group(
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> typer.Typer:
-    """Return an application that lists commands by name and help, and imports the module of the
+    """Return an application that lists commands with their help, and imports only the module of the
     called one. Parsing and running happen inside the context that `within` returns."""
 
     class LazyGroup(TyperGroup):
@@ -169,13 +169,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk of a log file, which may have sp
 
 
 class Lasting(io.FileIO):
-    """Standard output or error that outlives its reader: `| head`, a closed terminal or a log file
-    on a full disk end no run, because output that cannot be written is dropped."""
+    """Standard output or error that outlives its reader: after `| head`, a closed terminal or a
+    full disk, the run goes on, and output that cannot be written is dropped."""
 
     lost: ClassVar[set[int]] = set()  # descriptors whose disk was full
 
     def write(self, data: Any) -> int:
-        """Write like FileIO, but drop the data if the reader is gone or the disk is full."""
+        """Write as FileIO does, but drop the data if the reader is gone or the disk is full."""
         try:
             return super().write(data)
         except OSError as error:
@@ -204,7 +204,7 @@ PLAIN |= {
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that an encoding lacks by similar ASCII, as an error handler."""
+    """Replace characters that an encoding lacks by similar ASCII: an error handler for `codecs`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]
@@ -217,8 +217,8 @@ codecs.register_error("in_ascii", in_ascii)
 
 
 def lasting(stream: Any) -> Any:
-    """Return standard output or error as a stream that drops what cannot be written and replaces
-    what its encoding lacks. A stream that a caller of `main` has set stays unchanged."""
+    """Return standard output or error as a stream that drops what cannot be written, and replaces
+    characters that its encoding lacks. A stream that a caller of `main` has set stays unchanged."""
     if stream is None or stream.closed:
         return open(os.devnull, "w", encoding="utf-8")
     try:
@@ -237,7 +237,7 @@ def lasting(stream: Any) -> Any:
 
 
 class Notices(logging.Formatter):
-    """Log formatter that folds warnings to the terminal's width."""
+    """Formatter of log messages, which folds warnings to the terminal's width."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(part for line in super().format(record).split("\n") for part in fold(line))

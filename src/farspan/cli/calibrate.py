@@ -68,7 +68,7 @@ def calibrate_command(
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the command line's device. Raises UnsupportedError if it does not exist."""
+    """Return the device named on the command line. Raises UnsupportedError if it does not exist."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return torch.device("cuda" if has_gpu else "cpu")

@@ -99,7 +99,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Loss and perplexity of one document."""
+    """Loss and perplexity of one evaluated document."""
 
     name: str
     tokens: int  # number of predicted tokens
@@ -119,13 +119,13 @@ class Needle:
 
     @property
     def found(self) -> bool:
-        """Return whether the right answer has a higher log-probability than all others."""
+        """Return whether the model prefers the right answer to all other choices."""
         return self.logprob > max(self.wrong.values())
 
 
 @dataclass(frozen=True, slots=True)
 class TextEvaluation:
-    """Results and settings of an evaluation on text."""
+    """Results of an evaluation on texts, with its settings."""
 
     model: str
     dtype: str
@@ -142,11 +142,11 @@ class TextEvaluation:
 
     @property
     def loss(self) -> float:
-        """Mean loss over all predicted tokens."""
+        """Mean loss of all predicted tokens."""
         return sum(read.tokens * read.loss for read in self.documents) / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return the evaluation as plain values for JSON."""
         needles = [{**asdict(needle), "found": needle.found} for needle in self.needles]
         return {
             **{name: getattr(self, name) for name in ("model", "dtype", "context", "cut")},
@@ -213,7 +213,7 @@ def evaluate_command(
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model to evaluate, with the settings of its run if it comes from a run folder."""
+    """A model to evaluate, and the settings of its run if it is from a run folder."""
 
     source: ModelConfig
     dtype: torch.dtype
@@ -241,7 +241,7 @@ class Subject:
         return model.eval()
 
     def step(self, device: torch.device, name: str | None, context: int) -> Step:
-        """Return an engine with the strategy `name`, or with the run's schedule if None."""
+        """Return an engine (`farspan.Step`) with strategy `name`; None: the run's schedule."""
         model = self.model(device)
         if name == AUTO:
             return Step(model, AUTO)
@@ -256,7 +256,7 @@ class Subject:
 def subject_of(
     model: str, dtype: str | None, tokenizer: str | None, *, trusted: bool = False
 ) -> Subject:
-    """Return the model in a folder or under a hub name, with the settings of its run.
+    """Return the model in a folder or under a hub name, with the settings of its run, if any.
 
     Raises:
         UnsupportedError: It cannot be evaluated, or its run used code that comes with the model
@@ -295,8 +295,8 @@ def subject_of(
 
 
 def product_dtype(source: ModelConfig, dtype: str) -> str:
-    """Return the dtype in which a model computes when `dtype` is requested: 4-bit weights do not
-    support float64, and compute in float32 instead."""
+    """Return the dtype in which a model computes if `dtype` is requested: float32 instead of
+    float64 for 4-bit weights, which do not support that."""
     packed = source.quantize is not None or is_quantized_folder(source.path)
     return "float32" if packed and dtype == "float64" else dtype
 
@@ -309,8 +309,8 @@ def evaluate_text(
     needles: int,
     tell: Tell = lambda *_: None,
 ) -> TextEvaluation:
-    """Evaluate named documents, each up to `context` tokens. After each cell `tell` receives a
-    label, the index from 0, the number of sequences or needles, and the progress. Raises
+    """Evaluate named documents, each up to `context` tokens. `tell` is called after each cell with
+    a label, the index (from 0) and the number of sequences or needles, and the progress. Raises
     UnsupportedError if there is no token to predict."""
     rows = tokenizer.encode([text for _, text in texts])
     cut = sum(len(row) > context for row in rows)
@@ -340,7 +340,7 @@ def _read(name: str, losses: np.ndarray) -> Read:
 def _document_losses(
     step: Step, named: Sequence[tuple[str, np.ndarray]], context: int, tell: Tell
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name of each document and the losses of all its tokens but the first, float64."""
+    """Yield each document's name, and the losses (float64) of all its tokens but the first."""
     starts = np.cumsum([0, *(len(row) for _, row in named)])
     numbers = np.stack([np.arange(len(named)), np.zeros(len(named))], 1).astype(np.int64)
     store = TokenStore(
@@ -367,7 +367,7 @@ def _batch_losses(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndar
 
 
 def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
-    """Yield mean losses by ranges of the number of tokens before the predicted one."""
+    """Yield the mean loss in each range of the number of tokens before the predicted token."""
     longest, begin, end = max(map(len, losses)), 1, FIRST  # the first token is not predicted
     while begin <= longest:
         part = np.concatenate([own[begin - 1 : end - 1] for own in losses])
@@ -381,8 +381,8 @@ def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
 def _needles(
     step: Step, tokenizer: Tokenizer, hay: np.ndarray, context: int, count: int, tell: Tell
 ) -> Iterator[Needle]:
-    """Run `count` needle-in-a-haystack tests at evenly spaced depths, and yield their results. Each
-    hides a sentence in `context` tokens of text, or in all text if that is shorter."""
+    """Yield the results of `count` needle-in-a-haystack tests at evenly spaced depths. Each hides a
+    sentence in `context` tokens of the text, or in all of a shorter text."""
     for number in range(count):
         step.progress = partial(tell, "needle", number, count)
         town, answer = PLACES[number % len(PLACES)], ANSWERS[number % len(ANSWERS)]
@@ -411,7 +411,7 @@ def _needles(
 
 
 def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
-    """Return the log-probabilities of the token ids `choices` at the last position."""
+    """Return the log-probabilities of the token ids `choices` as the token after the last one."""
     inputs = torch.from_numpy(ids.astype(np.int64)).to(step.stages.device)[None]
     labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
     labels[0, -1] = torch.tensor(choices, device=inputs.device)
@@ -420,7 +420,7 @@ def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> lis
 
 
 def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the token ids of a text without special tokens, int64."""
+    """Return the token ids of a text, int64, without special tokens."""
     if isinstance(tokenizer, HubTokenizer):
         ids = tokenizer.inner(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int64)
@@ -477,8 +477,8 @@ WIDTH, HEIGHT, EDGE = 640, 320, 48  # pixels of the picture, and of the margin a
 
 
 def draw(ranges: Sequence[Range]) -> str:
-    """Return a chart of the loss by position as SVG. Its horizontal axis is in powers of two, with
-    a point for each range."""
+    """Return a chart of the loss by position as SVG, with a point for each range. The horizontal
+    axis is in powers of two."""
     low, high = min(r.loss for r in ranges), max(r.loss for r in ranges)
     wide = max(1, len(ranges) - 1)
     points, labels = [], []

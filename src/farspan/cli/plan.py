@@ -70,7 +70,7 @@ from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The longest context of each strategy, with its plan, if the strategy fits at all."""
+    """The longest context of each strategy, with the plan for it; a strategy may fit at none."""
 
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
@@ -78,7 +78,7 @@ class Longest:
     shortest: Plan | None = None  # plan at the shortest context, if `plans` is empty
 
     def best(self) -> Plan | None:
-        """Return the plan with the longest context, the fastest of equally long ones."""
+        """Return the plan with the longest context; of equally long ones the fastest."""
         return max(
             self.plans.values(),
             key=lambda plan: (plan.question.run.tokens, -plan.seconds.total),
@@ -86,7 +86,7 @@ class Longest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the longest context overall and by strategy for JSON; 0 if none fits."""
+        """Return the longest context, overall and by strategy, for JSON; 0 if none fits."""
         best = self.best()
         each = {name: {"fits": False, "max_context": 0} for name in self.strategies}
         for name, plan in self.plans.items():
@@ -98,7 +98,7 @@ class Longest:
         return {"max_context": tokens, "max_context_by_strategy": each, **more}
 
     def words(self) -> list[str]:
-        """Return a line that says that no context fits, or an empty list."""
+        """Return a line saying that no context fits, in a list; an empty list if one fits."""
         if (plan := self.shortest) is None:
             return []
         in_time = f"has a step of at most {write_seconds(self.max_step)}"
@@ -108,7 +108,7 @@ class Longest:
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """Answer of `farspan plan`: the plan at a context, the longest contexts, or both."""
+    """Answer of `farspan plan`: the plan for a context, the longest contexts, or both."""
 
     question: Question
     plan: Plan | None
@@ -118,7 +118,7 @@ class PlanAnswer:
     planned: RunConfig | None = None  # the run of a run file
 
     def chosen(self) -> Plan | None:
-        """Return the plan at the requested context, or at the longest if none was requested."""
+        """Return the plan for the requested context or, without one, for the longest context."""
         if self.plan is not None or self.longest is None:
             return self.plan
         return self.longest.best()
@@ -164,7 +164,7 @@ def _drawn(answer: PlanAnswer, name: str) -> Plan:
 
 
 def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
-    """Write an HTML page with all considered plans. Raises UnsupportedError without the folder."""
+    """Write an HTML page about all considered plans. Raises UnsupportedError without its folder."""
     longest, first = answer.longest, answer.plan
     found = PageOf((), words=answer.words, command=command)
     if longest is not None:
@@ -184,8 +184,8 @@ def write_files(
     html: Path | None,
     command: str,
 ) -> None:
-    """Write the files that options ask for: the step as a trace, its memory as a PyTorch snapshot,
-    and an HTML page. Raises UnsupportedError without a plan, or if a folder does not exist."""
+    """Write the files that options name: the step as a trace, its memory as a PyTorch snapshot, an
+    HTML page. Raises UnsupportedError without a plan, or if a folder does not exist."""
     if timeline is not None:
         trace = json.dumps(timeline_json(_drawn(answer, "timeline")))
         write_output(timeline, trace + "\n", "timeline")
@@ -198,7 +198,7 @@ def write_files(
 
 
 def command_line(context: typer.Context) -> str:
-    """Return this call as a typed command, with options in the order of the help."""
+    """Return the command as the user could type it, with options in the order of the help."""
     words = [str(context.command.name)]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
@@ -231,8 +231,7 @@ def option_of(name: str) -> Any:
 
 
 def with_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each field of `Request` to a command, which receives them as
-    `**options`."""
+    """Decorate a command, which takes `**options`, with an option for each field of `Request`."""
     named = []
     for name, about in FIELDS.items():
         kind: Any = about.metadata["reads"] | None
@@ -322,8 +321,8 @@ class PlanCommand(TyperCommand):
     """Command that suggests its own options to users who type those of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments like typer, but name the intended option for one of another tool, the
-        whole command for words without options, and use the default rank for a bare `--lora`."""
+        """Parse arguments as typer does. For another tool's option, suggest farspan's; for words
+        without options, the whole command; for a bare `--lora`, use the default rank."""
         given = []
         own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):
@@ -359,7 +358,7 @@ NEAR = 0.75  # similarity of a mistyped option, above that of merely similar wor
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """Return the command meant by words without options, whose forms decide their options."""
+    """Return the command meant by words without options, each with the option that suits it."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]
@@ -418,17 +417,17 @@ def plan_command(
 
 
 def _answer(
-    run: Path | None, settings: Sequence[str], given: dict[str, Any], longest: float | None
+    run: Path | None, settings: Sequence[str], options: dict[str, Any], longest: float | None
 ) -> PlanAnswer:
     if run is not None:
-        return _answer_for_run(run, settings, given, longest)
+        return _answer_for_run(run, settings, options, longest)
     if settings:
         raise UnsupportedError(f"--set {settings[0]}: needs a run file; name one")
-    return _answer_for_model(given, longest)
+    return _answer_for_model(options, longest)
 
 
 def _status(answer: PlanAnswer) -> int:
-    """The exit status of an answer: 0 for a plan that fits."""
+    """Return the exit status of an answer: 0 if its plan fits, else 1."""
     chosen = answer.chosen()
     return 0 if chosen and chosen.fits else FAILED
 
@@ -451,7 +450,7 @@ def devices_of(gpus: str | None, machine: str) -> int | None:
 
 
 def _longest_step(max_step: str | None, max_context: bool) -> float | None:
-    """Return the most seconds per step with --max-context, or None without that option."""
+    """Return the most seconds per step for --max-context; None without that option."""
     if max_step is None:
         return math.inf if max_context else None
     if not max_context:
@@ -460,7 +459,7 @@ def _longest_step(max_step: str | None, max_context: bool) -> float | None:
 
 
 def _answer_for_model(options: dict[str, Any], max_step: float | None) -> PlanAnswer:
-    """Return the answer for a model; if `max_step` is given, for its longest contexts."""
+    """Return the answer for a model's options; with `max_step`, also its longest contexts."""
     if "model" not in options:
         raise UnsupportedError("model: give --model NAME, or the run file of farspan train")
     if "context" not in options and max_step is None:
@@ -486,7 +485,7 @@ def _answer_for_model(options: dict[str, Any], max_step: float | None) -> PlanAn
 def longest_of(
     question: Question, strategies: Sequence[str] | None, plans: dict[str, Plan], max_step: float
 ) -> Longest:
-    """Return the longest contexts. If no context fits, add the plan for the shortest one."""
+    """Return the longest contexts, each with its plan; without any, the plan for the shortest."""
     shortest = None
     if not plans:
         run = replace(question.run, tokens=LEAST)
@@ -495,17 +494,17 @@ def longest_of(
 
 
 def _answer_for_run(
-    path: Path, settings: Sequence[str], given: dict[str, Any], max_step: float | None
+    path: Path, settings: Sequence[str], options: dict[str, Any], max_step: float | None
 ) -> PlanAnswer:
-    """Return the answer for a run file with the options that replace its values."""
-    if "model" in given:
+    """Return the answer for a run file, some of whose values options replace."""
+    if "model" in options:
         raise UnsupportedError(f"model: {path} has one; leave out --model, or this run file")
     if path.suffix not in RUN_FILES and not path.is_file():
         raise UnsupportedError(
             f"{path}: not a run file (.yaml); to plan a model, give --model {path}"
         )
-    run, notes = with_overrides(load_run(path, settings), given)
-    asked = {name: given[name] for name in OF_MACHINE if name in given}
+    run, notes = with_overrides(load_run(path, settings), options)
+    asked = {name: options[name] for name in OF_MACHINE if name in options}
     try:
         question_of_run = load("farspan.train.plan_run", "question_of_run")
     except ImportError as error:
@@ -525,7 +524,7 @@ def _answer_for_run(
 
 
 def missing_data(run: RunConfig) -> list[str]:
-    """Return notes about data of the run that does not exist, which a plan does not need."""
+    """Return notes about missing files of a run's data, which a plan does not need."""
     notes = []
     for source, _ in run.data.each():
         if source.path not in (None, DATA):
@@ -537,7 +536,7 @@ def missing_data(run: RunConfig) -> list[str]:
 
 
 def with_overrides(run: RunConfig, options: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return the run with values of command-line options, and notes about dropped values."""
+    """Return the run with values that options replace, and notes about values that are dropped."""
     notes: list[str | None] = []
     model = run.model
     if "dtype" in options:
@@ -566,7 +565,7 @@ def with_overrides(run: RunConfig, options: Mapping[str, Any]) -> tuple[RunConfi
 
 
 def without_fields(run: RunConfig) -> list[str]:
-    """Return a note about fields of the run's schedule, which --max-context ignores, if any."""
+    """Return a note about fields of the run's schedule that --max-context ignores, if any."""
     ignored = ", ".join(replace(run.schedule, weights=None).given())
     return [f"--max-context ignores these fields of the schedule: {ignored}"] if ignored else []
 
@@ -586,7 +585,7 @@ DATA, TEACHER = "DATA.jsonl", "TEACHER"  # placeholders for the user's values
 def write_run(
     path: Path, answer: PlanAnswer, options: Mapping[str, Any], command: str
 ) -> list[str]:
-    """Write a run file that trains as planned, and return lines that say how to go on. Raises
+    """Write a run file for training as planned, and return lines that say how to go on. Raises
     UnsupportedError for a plan that no run file can express."""
     plan = answer.chosen()
     if plan is None or not plan.fits:
@@ -618,7 +617,7 @@ STATES |= {Optimizer.HOST: "host", Optimizer.DISK: "disk"}
 
 
 def run_of_model(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return run-file values for a planned model, without its context and placement. Raises
+    """Return a run file's values for a planned model, except context and schedule. Raises
     UnsupportedError for values that no run file can express."""
     question = plan.question
     if question.optimizer is Optimizer.NONE:
@@ -648,13 +647,13 @@ def run_of_model(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def loss_of_run(asked: Objective) -> LossConfig:
-    """Return a planned loss in the form of run files. Raises UnsupportedError if they lack it."""
-    if asked.kind is LossKind.DISTILL:
-        return LossConfig(asked.kind, teacher=TEACHER, top_k=asked.ids)
-    own = asked.reference not in (Reference.NONE, Reference.STORED)
+def loss_of_run(objective: Objective) -> LossConfig:
+    """Return run-file values for a planned loss. Raises UnsupportedError if there are none."""
+    if objective.kind is LossKind.DISTILL:
+        return LossConfig(objective.kind, teacher=TEACHER, top_k=objective.ids)
+    own = objective.reference not in (Reference.NONE, Reference.STORED)
     try:
-        return LossConfig(asked.kind, reference=asked.reference if own else None)
+        return LossConfig(objective.kind, reference=objective.reference if own else None)
     except UnsupportedError as error:
         raise UnsupportedError(f"write: loss.{error}") from error
 

@@ -126,7 +126,7 @@ def train_command(
 def override(
     run: RunConfig, strategy_name: str | None, folder: Path | None, steps: int | None
 ) -> tuple[RunConfig, list[str]]:
-    """Return the run with the command line's values, and notes for the user."""
+    """Return the run with values from the command line, and notes for the user."""
     note = None
     if strategy_name is not None:
         run, note = with_strategy(run, strategy_name)
@@ -165,7 +165,7 @@ def data_command(
 
 
 class MeasuringNotes:
-    """Callback that says once that this machine is being measured, for up to a minute."""
+    """Function that says once that this machine is being measured, for up to a minute."""
 
     def __init__(self) -> None:
         self.words: list[str] = []  # printed with the answer
@@ -179,7 +179,7 @@ class MeasuringNotes:
 
 
 class ReadingLine:
-    """Progress of reading data: one rewritten line on a terminal, else a line per tenth."""
+    """Function that shows the progress of reading data, on a terminal in one rewritten line."""
 
     SECONDS = 1.0  # until the first line
 
@@ -190,7 +190,7 @@ class ReadingLine:
         return self
 
     def __call__(self, documents: int, tokens: int, read: Any) -> None:
-        """Report the documents and tokens so far, and how much of the data has been read."""
+        """Show the documents and tokens so far, and the share of the data that has been read."""
         counts = (write_number(documents, "document"), write_number(tokens, "token"))
         text = f"tokenizing {read}: {', '.join(counts)}"
         tenths = int(10 * read.fraction())
@@ -268,8 +268,8 @@ def report_command(
 
 
 def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
-    """Return the run with another strategy, without the schedule fields of the former one except
-    the tier of weights; and a note about dropped fields, or None."""
+    """Return the run with another strategy, without the old one's schedule fields except the tier
+    of weights; and a note about dropped fields, or None."""
     weights = run.schedule.weights
     dropped = replace(run.schedule, weights=None).given()
     note = None
@@ -283,8 +283,8 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
 
 
 def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:
-    """Return the run with this sparse attention (None: dense attention) and the same warning
-    threshold; and a note about dropped values, or None."""
+    """Return the run with other sparse attention (None: dense), with the same warning threshold;
+    and a note about dropped values, or None."""
     before, note = run.sparse, None
     if sparse is None:
         if before is not None:
@@ -302,8 +302,8 @@ DEFAULT_CONTEXT = 8192
 
 
 def default_run(settings: Sequence[str] = ()) -> RunConfig:
-    """Return the run that needs no run file: a byte-level, Qwen2-shaped model learns Python from
-    the standard library.
+    """Return the run for use without a run file: a small byte-level model of Qwen2's architecture
+    learns Python from the standard library.
 
     It has four layers with two queries per K,V head, and 8,192 tokens in four chunks and two
     groups.

@@ -122,8 +122,8 @@ def verify_command(
 
 
 def model_notes(model: Any, run: RunConfig | None) -> list[str]:
-    """Return lines about the model's positions and, for a run file, about its training data, as
-    `farspan data` shows them."""
+    """Return lines about the model's positions and, for a run file, about its training data as in
+    `farspan data`."""
     positions: list[str] = load("farspan.hf.unsupported", "describe_positions")(model)
     data = [] if run is None else load("farspan.train.setup", "glance_at_data")(run)
     return [*positions, *(line for line in data if line not in positions)]
@@ -185,8 +185,8 @@ def index_command(
 def compared(
     attention: SparseConfig | None, text: str | None, context: int, documents: int
 ) -> SparseConfig:
-    """Return the sparse attention whose selectors and budgets are compared. By default an eighth of
-    the context counts as recent, as at 32K with a run's defaults. Raises UnsupportedError."""
+    """Return the sparse attention for a comparison of selectors and budgets. By default an eighth
+    of the context counts as recent, as in a run at 32K. Raises UnsupportedError."""
     if documents > 1:
         raise UnsupportedError("documents: --text is read as one document; leave out --documents")
     if attention is None and text is not None:
@@ -206,8 +206,8 @@ def has_chunk(run: RunConfig | None) -> bool:
 
 
 def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
-    """Return the run of a run file changed by these settings, or None if a model is verified
-    without a run file. Raises UnsupportedError."""
+    """Return the run of a run file, changed by these settings; None if a model is verified without
+    a run file. Raises UnsupportedError."""
     if model is not None and model.endswith(RUN_FILES):
         return load_run(Path(model), settings)
     if settings:
@@ -218,8 +218,8 @@ def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
 def base_schedule(
     run: RunConfig | None, name: str | None, layers: int, context: int
 ) -> tuple[Schedule, str | None]:
-    """Return the schedule to verify: the command line's strategy, else the run file's schedule,
-    else `grouped`; and a note for the user, or None."""
+    """Return the schedule to verify, and a note for the user or None: by the command line's
+    strategy, else the run file's schedule, else `grouped`."""
     written = None
     if name is None and run is not None:
         written = run.schedule
@@ -249,7 +249,7 @@ def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> S
 
 
 def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | None:
-    """Return the command line's sparse attention, else the run's; None for dense attention."""
+    """Return the command line's sparse attention, else the run's; None: dense attention."""
     if text is not None:
         pages, before = read_sparse(text), None if run is None else run.sparse
         if pages is None:
@@ -259,17 +259,17 @@ def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | Non
 
 
 def ranks_note(run: RunConfig | None) -> str | None:
-    """Return a note that sharing a run among several ranks is not verified."""
+    """Return a note that one process is verified, not the ranks among which a run is shared."""
     if run is None or run.parallel is None:
         return None
     return "parallel: ignored: one process runs the whole step here, not the ranks of the run"
 
 
-def packed_note(model: Any, asked: str) -> str | None:
-    """Return a note if the model computes in another dtype than the requested one."""
+def packed_note(model: Any, dtype: str) -> str | None:
+    """Return a note if the model computes in another dtype than the user requested."""
     used = str(model.dtype).removeprefix("torch.")
-    where = f"dtype: {used} replaces {asked}, which quantised weights do not support"
-    return None if used == asked else where
+    where = f"dtype: {used} replaces {dtype}, which quantised weights do not support"
+    return None if used == dtype else where
 
 
 def replace_attention(
@@ -285,7 +285,7 @@ def replace_attention(
 
 
 def checked_dtype(name: str) -> str:
-    """Return the long name of a dtype, such as `bfloat16` for `bf16`. Raises UnsupportedError."""
+    """Return the full name of a dtype, such as `bfloat16` for `bf16`. Raises UnsupportedError."""
     found = SHORT_NAMES.get(name, name)
     if found not in ("float64", "float32", "bfloat16"):
         raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {found!r}")
@@ -295,7 +295,7 @@ def checked_dtype(name: str) -> str:
 def source_of(
     model: str | None, run: RunConfig | None, random_weights: bool
 ) -> tuple[ModelConfig, bool]:
-    """Return the source of the model to verify, and whether to draw random weights for it."""
+    """Return where to load the model to verify, and whether to give it random weights."""
     if run is not None:
         return run.model, False
     if model is None:
@@ -306,6 +306,6 @@ def source_of(
 
 
 def has_weights(path: str) -> bool:
-    """Return whether a local folder holds weights, in any format; true for hub names."""
+    """Return whether a local folder contains weights in any format; True for names on the hub."""
     folder = Path(path)
     return not folder.exists() or any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])

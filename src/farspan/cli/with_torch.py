@@ -67,7 +67,7 @@ FURTHEST = "gradients furthest from plain autograd's"
 def train_and_tell(
     run: RunConfig, notes: Sequence[str], trace: Path | None = None, *, in_json: bool
 ) -> None:
-    """Train, and print the result. Always raises typer.Exit with the exit code of the command, or
+    """Train, and print the result. Raises typer.Exit with the command's exit status, or
     UnsupportedError."""
     before = metrics_sum(Path(run.folder))
     try:
@@ -99,7 +99,7 @@ def metrics_sum(folder: Path) -> int | None:
 
 
 def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> None:
-    """Write the report of a run that has ended, on rank 0, and print its path.
+    """Write the report of a run that has ended, on rank 0, and print the report's path.
 
     If the metrics equal `before`, the run took no step, and its report has nothing new. A report
     that cannot be written does not fail the run.
@@ -118,7 +118,7 @@ def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> No
 
 
 def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
-    """Merge a run's adapters into the base model, and print the result. Raises typer.Exit if the
+    """Merge a run's adapters into its base model, and print the result. Raises typer.Exit if the
     disk is full, and UnsupportedError."""
     try:
         print(merge(source, folder, base).describe())
@@ -128,8 +128,8 @@ def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
 
 
 def push_and_tell(folder: Path, hub: HubConfig) -> None:
-    """Upload a run's model, and print its address. Raises typer.Exit if the hub does not accept it,
-    and UnsupportedError."""
+    """Upload a run's model, and print its address. Raises typer.Exit if the hub refuses it, and
+    UnsupportedError."""
     try:
         refuse_login(hub)
         print(f"uploaded {folder / 'model'} to {push(folder, hub)}")
@@ -139,7 +139,7 @@ def push_and_tell(folder: Path, hub: HubConfig) -> None:
 
 
 def result_json(result: TrainingResult) -> dict[str, Any]:
-    """Return a training result for JSON."""
+    """Return the result of a training as values for JSON."""
     heldout, comparison = result.heldout_loss, result.comparison
     return {
         **({"attention": "sparse"} if result.sparse else {}),
@@ -166,10 +166,10 @@ def model_for(
     zero: bool = False,
     run: RunConfig | None = None,
 ) -> PreTrainedModel:
-    """Return the model to verify, in evaluation mode, since dropout plays no part in exactness. A
-    folder of adapters gives its base model with new adapters. Adapter matrices are random, unless
-    `zero`, because zeros would make half of the gradients zero. With `run`, the model has embedding
-    rows for tokens that the run adds."""
+    """Return the model to verify, in evaluation mode: dropout plays no part in exactness. A folder
+    of adapters gives its base model with new adapters. Adapter matrices are random unless `zero`,
+    because zeros make half of the gradients zero. With `run`, the model has embedding rows for
+    added tokens."""
     source, _ = with_base(source)
     dtype = product_dtype(source, dtype)
     model = load_model(
@@ -209,8 +209,8 @@ def verify_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Print the notes, verify, and print the outcome. Raises typer.Exit with the exit code of the
-    command, and UnsupportedError."""
+    """Print the notes, verify gradients, and print the result. Raises typer.Exit with the command's
+    exit status, and UnsupportedError."""
     run = VerificationRun(batch, context, documents, seed)
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
@@ -246,7 +246,7 @@ def show_outcome(outcome: Verification) -> None:
 
 
 def show_approximation(result: Approximation) -> None:
-    """Print by layer how far sparse gradients are from dense ones (OOMB's figure 7)."""
+    """Print how far sparse gradients are from dense ones, by layer (OOMB's figure 7)."""
     modules = list(dict.fromkeys(name for errors in result.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
     title = f"APPROXIMATE: {title}" if result.hides else f"nothing is hidden: {title}"
@@ -273,8 +273,8 @@ def show_approximation(result: Approximation) -> None:
 def trained_model(
     model: str | None, run: RunConfig | None, dtype: str, seed: int
 ) -> tuple[PreTrainedModel, str]:
-    """Return a model in evaluation mode, and the name of its tokenizer: that of a run file at the
-    start of its training, or of a folder or hub name with adapters. Raises UnsupportedError."""
+    """Return a model in evaluation mode, and its tokenizer's name: the model of a run file at the
+    start of training, or that of a folder or hub name, with adapters. Raises UnsupportedError."""
     if run is None:
         subject = subject_of(str(model), dtype, None)
         return subject.model(torch.device("cpu")), subject.tokenizer
@@ -303,7 +303,7 @@ def compare_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Compare selectors and budgets of sparse attention on texts: print the notes, the share of
+    """Compare selectors and budgets of sparse attention on texts. Print the notes, the share of
     dense attention that each keeps, and advice. Raises UnsupportedError."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
@@ -336,8 +336,8 @@ def index_and_tell(
     tokens: int,
     context: int,
 ) -> None:
-    """Make an index of pages, write it and print how to use it. Raises typer.Exit if the disk is
-    full, and UnsupportedError."""
+    """Make an index of pages, write it to a folder and print how to use it. Raises typer.Exit if
+    the disk is full, and UnsupportedError."""
     ids = tokens_of(texts, load_tokenizer(tokenizer), 1, tokens, fixed=True)
     index = principal_index(model, ids, dim, context)
     try:
@@ -356,7 +356,7 @@ def tokens_of(
     texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: int, *, fixed: bool = False
 ) -> Tensor:
     """Return the first tokens of the joined texts, [rows, context]. Raises UnsupportedError if
-    there are too few; the message suggests a shorter context, unless the context is `fixed`."""
+    there are too few, and suggests a shorter context unless it is `fixed`."""
     found: list[np.ndarray] = []
     files = list(dict.fromkeys(path for text in texts for path in find_files(text, "--text")))
     for path in files:
@@ -374,7 +374,7 @@ def tokens_of(
 
 
 def show_masses(masses: KeptMass) -> None:
-    """Print how much of dense attention each selector and budget keeps, as a table."""
+    """Print a table of the share of dense attention that each selector and budget keeps."""
     columns = [name for chooser in masses.names for name in (chooser, "worst (layer)")]
     title = (
         f"attention mass seen by {masses.queries:,} queries of the last chunk, "
@@ -391,8 +391,8 @@ def show_masses(masses: KeptMass) -> None:
 
 
 def kept_words(masses: KeptMass, budget: int, losses: dict[str, float]) -> list[str]:
-    """Return conclusions from the table of `show_masses`, one sentence per line, and options to
-    type. `losses` are the losses at this budget, by selector."""
+    """Return what follows from the table of `show_masses`, a sentence per line, and options to
+    type. `losses` are the losses with this budget, by selector."""
     lines = [_in_the_whole_model(masses), _in_every_layer(masses)]
     if masses.others:
         lines.append(
@@ -555,8 +555,8 @@ def trace_command(
 def refuse_two_subjects(
     model: str | None, record: Path | None, arguments: list[str] | None
 ) -> None:
-    """Raise UnsupportedError unless exactly one of a model and a program is given. Arguments are
-    allowed only with a program."""
+    """Raise UnsupportedError unless the user gives either a model or a program. Only a program may
+    have arguments."""
     if record is not None and model is not None:
         raise UnsupportedError("record: records a program, not a model; leave out --model")
     if record is None and model is None:
@@ -568,7 +568,7 @@ def refuse_two_subjects(
 
 
 def read_contexts(context: str | None, contexts: str | None, steps: int | None) -> tuple[int, ...]:
-    """Return the tokens of each step; if there are more steps than lengths, these repeat."""
+    """Return the number of tokens of each step; lengths repeat if there are more steps."""
     if (context is None) == (contexts is None):
         raise UnsupportedError(
             "context: give either --context, or --contexts with the length of each step"
@@ -579,7 +579,7 @@ def read_contexts(context: str | None, contexts: str | None, steps: int | None) 
 
 
 def read_temporaries(text: str) -> Temporaries:
-    """Return the named kinds of temporary tensors. Raises UnsupportedError for others."""
+    """Parse the names of kinds of temporary tensors. Raises UnsupportedError for unknown names."""
     names = [] if text == NOTHING else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in tuple(Temporary):

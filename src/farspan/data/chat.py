@@ -78,8 +78,8 @@ _NOT_KWARGS = ("messages", "conversation", TOOLS, "chat_template", "add_generati
 
 @cache
 def named_in(template: str) -> frozenset[str] | None:
-    """Return the names that a chat template uses: variables, attributes and keys. None if it cannot
-    be parsed, which rendering it reports."""
+    """Return the variables, attributes and keys that a chat template uses. None if the template
+    cannot be parsed: rendering it will report that."""
     try:
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         tree = environment.parse(_GENERATION.sub("", template))
@@ -92,8 +92,8 @@ def named_in(template: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ChatForm(Form):
-    """Reads records of messages with roles and contents, and the tools to call. ShareGPT records
-    call them `from` and `value`, and a field `system` may hold the first message."""
+    """Reader of chats: records of messages with roles and contents, and of the tools to call.
+    ShareGPT records call these `from` and `value`, and may hold the first message in `system`."""
 
     field: str
     everything: bool  # train all turns, not only the assistant's
@@ -115,12 +115,12 @@ class ChatForm(Form):
         return self.columns
 
     def names(self, word: str) -> bool:
-        """Return whether a template uses this name, as a variable, an attribute or a key."""
+        """Return whether a chat template uses this name for a variable, an attribute or a key."""
         templates = (self.templates.default, self.templates.tool_use)
         return any((used := named_in(t)) is None or word in used for t in templates)
 
     def own_templates(self) -> tuple[str, ...]:
-        """Return the chat templates that came with the tokenizer."""
+        """Return the chat templates that came with the tokenizer, not those of the run file."""
         inner = self.templates.inner.chat_template
         return tuple(inner.values()) if isinstance(inner, dict) else (inner,) if inner else ()
 
@@ -152,8 +152,8 @@ class ChatForm(Form):
         return self.written(document, messages)
 
     def written(self, document: Document, messages: Sequence[Message]) -> Written:
-        """Write a conversation as text, with a system message first, and return the text with its
-        trained spans. Turns whose marks say so are not trained."""
+        """Render a conversation, system message first. Return the text and its trained spans,
+        without the turns that a record marks as not trained."""
         unmarked, turns = take_marks(document, with_system(document, messages), self.everything)
         document, bare = self._prepared(document, unmarked)
         if self.everything:
@@ -168,29 +168,29 @@ class ChatForm(Form):
         return self._noted(written, bare)
 
     def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
-        """Return `written` with a note whether a message contains a token that ends turns."""
+        """Return `written`, noting whether a message's content has a token that ends turns."""
         contents = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
         contains = any(sign in contents for sign in (*self.stops, *self.marks))
         return replace(written, holds_sign=contains)
 
     def template_says(self, document: Document) -> bool:
-        """Return whether the template itself marks the model's turns."""
+        """Return whether the template marks the model's turns by {% generation %}."""
         return self.templates.marks(document.fields.get(TOOLS))
 
-    def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
-        """Write a conversation and train the model's turns after the first `told` messages, which
-        are the prompt. Raises UnsupportedError without such turns, or if a mark asks to train the
-        prompt."""
-        if any(message.get(mark) for message in messages[:told] for mark in TURN_MARKS):
+    def answer(self, document: Document, messages: Sequence[Message], prompt: int) -> Written:
+        """Render a conversation of which the first `prompt` messages are the prompt, and train the
+        model's turns after them. Raises UnsupportedError without such turns, or if a mark asks to
+        train the prompt."""
+        if any(message.get(mark) for message in messages[:prompt] for mark in TURN_MARKS):
             raise UnsupportedError(
                 f"{document.place}: a mark asks to train a turn of the prompt, but only field "
                 f"{self.field!r} is trained; leave the mark out, or write the record as a chat"
             )
         unmarked, turns = take_marks(document, with_system(document, messages), False)
-        said, own = (
-            sum(m["role"] == ASSISTANT for m in part) for part in (messages, messages[told:])
+        said, answers = (
+            sum(m["role"] == ASSISTANT for m in part) for part in (messages, messages[prompt:])
         )
-        if own == 0:
+        if answers == 0:
             raise UnsupportedError(
                 f"{document.place}: field {self.field!r} has no message of the {ASSISTANT}; give "
                 f"the answer as an {ASSISTANT} message, or leave the record out"
@@ -198,7 +198,7 @@ class ChatForm(Form):
         document, bare = self._prepared(document, unmarked)
         written = (self._marked if self.template_says(document) else self._said)(document, bare)
         self._refuse_other_turns(document, written, said)
-        kept = [*compress((written.trained or ())[-own:], (turns or (True,) * said)[-own:])]
+        kept = [*compress((written.trained or ())[-answers:], (turns or (True,) * said)[-answers:])]
         return self._noted(replace(written, trained=tuple(kept)), bare)
 
     def _refuse_other_turns(self, document: Document, written: Written, said: int) -> None:
@@ -218,7 +218,7 @@ class ChatForm(Form):
         return Written(text, spans, bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
-        """Return a record's messages. Raises UnsupportedError if its field holds none."""
+        """Return a record's messages. Raises UnsupportedError if the field is no list of them."""
         given = field_of(document, self.field, self.key(self.field))
         whole = isinstance(given, Sequence) and not isinstance(given, str)
         needed = ("from", "value") if self.sharegpt else ("role",)
@@ -235,10 +235,10 @@ class ChatForm(Form):
         places = (f"{document.place}: message {number}" for number in range(1, len(given) + 1))
         return [read_message(m, place) for m, place in zip(given, places, strict=True)]
 
-    def _from_sharegpt(self, document: Document, given: Sequence[Message]) -> Sequence[Message]:
+    def _from_sharegpt(self, document: Document, turns: Sequence[Message]) -> Sequence[Message]:
         """Convert ShareGPT messages to messages with role and content."""
         messages: list[Message] = []
-        for number, message in enumerate(given, start=1):
+        for number, message in enumerate(turns, start=1):
             role = _SPEAKERS.get(str(message.get("from")))
             if role is None:
                 raise UnsupportedError(
@@ -256,8 +256,8 @@ class ChatForm(Form):
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """Return the variables that a record passes to the template. The template must use each
-        one, except empty ones: a table has all variables in each row."""
+        """Return the template's variables that a record sets. The template must use each one,
+        unless it is empty: a row of a table has all columns."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
         place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
         kwargs = read_object(given, place)
@@ -274,7 +274,7 @@ class ChatForm(Form):
     def _prepared(
         self, document: Document, messages: Sequence[Message]
     ) -> tuple[Document, Sequence[Message]]:
-        """Return the document with parsed tools, and the messages in the template's form."""
+        """Return the document with parsed tools, and its messages as the template takes them."""
         tools = read_tools(document.fields.get(TOOLS), document.place)
         document = replace(document, fields={**document.fields, TOOLS: tools})
         kwargs = self._kwargs(document)
@@ -286,7 +286,7 @@ class ChatForm(Form):
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str
     ) -> tuple[tuple[int, int], ...]:
-        """Return the spans of characters that the model writes, one per turn."""
+        """Return the spans of characters that the model writes, one for each of its turns."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -317,13 +317,13 @@ class ChatForm(Form):
         return tuple(spans)
 
     def _begin(self, turn: "_Turn", probe: str) -> int | None:
-        """Return where in the text the model's turn begins; None if unknown. `probe` is the
-        conversation with a placeholder as the turn's content."""
+        """Return where the model's turn begins in the text; None if that is unknown. `probe` is the
+        conversation, rendered with a placeholder as the turn's content."""
         document, messages, number = turn.document, turn.messages, turn.number
         before = self._text(document, messages[:number], opened=True)
         # The sign may ask the model to think first, while earlier turns show no thought. The probe
         # shows which part of the sign is there, as its message shares no character with the sign.
-        begin = _shared(before, probe)
+        begin = _common(before, probe)
         told = len(self._text(document, messages[:number]))
         if begin <= told:
             # The template writes no sign. The turn begins with the message, unless text stands
@@ -334,9 +334,9 @@ class ChatForm(Form):
         return begin if turn.text.startswith(probe[:begin]) else None
 
     def _end(self, turn: "_Turn", probe: str, begin: int) -> int | None:
-        """Return where in the text the model's turn ends, given where it begins. That is after the
-        stop token, or after the template's mark of the end or of the next turn; else at the end of
-        the template's text for the turn. A sign within the content does not end it."""
+        """Return where the model's turn that begins at `begin` ends; None if unknown. It ends after
+        the stop token or the template's sign for the end or the next turn; without one, after all
+        that the template writes for the turn. Signs within the content do not count."""
         document, messages, text = turn.document, turn.messages, turn.text
         _, marker, behind = probe.rpartition(_NOWHERE)
         known = bool(marker) and text.endswith(behind)
@@ -353,7 +353,7 @@ class ChatForm(Form):
                 or not before.endswith(text[begin:content_end])
             ):
                 return None
-            end = content_end + _shared(behind, ending)
+            end = content_end + _common(behind, ending)
         for signs in (self.stops, self.marks):
             ends = [
                 text.rfind(s, content_end, end) + len(s)
@@ -370,11 +370,11 @@ class ChatForm(Form):
         return end if follows[0]["role"] == ASSISTANT else end + len(self._sign_at(text, end))
 
     def _sign_at(self, text: str, place: int) -> str:
-        """Return the token at this place of a text if it may end a turn; else empty."""
+        """Return the token at this place of a text if it may end a turn, else an empty text."""
         return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
 
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
-        """Return the token that ends the model's last turn, for templates that write it only with
+        """Return the token that ends the last turn of the model if the template writes it only with
         the next turn: the model must learn to write it."""
         try:
             more = self._text(document, [*messages, _next(messages)])
@@ -383,8 +383,7 @@ class ChatForm(Form):
         return self._sign_at(more, len(text)) if more.startswith(text) else ""
 
     def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
-        """Write messages by the template; if `opened`, with the prompt for the model's next
-        turn."""
+        """Render messages; if `opened`, up to and including the prompt for the next answer."""
         tools, kwargs = document.fields.get(TOOLS), self._kwargs(document)
         write = partial(self.templates.write, messages, tools, kwargs, opened)
         return self._refusing(document, lambda: (write(), None))[0]
@@ -410,7 +409,7 @@ class ChatForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn of the model in a conversation, and the conversation's text."""
+    """One turn of the model, in a rendered conversation."""
 
     document: Document
     messages: Sequence[Message]
@@ -418,20 +417,20 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the conversation with a placeholder as this turn; if `alone`, it ends there."""
+        """Return the messages with a placeholder as this turn's content; `alone`: no later ones."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
 def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """Return a placeholder that no record contains: text, or parts if other contents are."""
+    """Return placeholder content that no record contains: parts if any content is, else a text."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 
 
 def _next(messages: Sequence[Message]) -> Message:
-    """Return a message that may follow the last one: its tool's result, or a user's message."""
+    """Return a message that may follow the last: the result of its tool call, or a user's turn."""
     content, calls = _nowhere(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
@@ -441,7 +440,7 @@ def _next(messages: Sequence[Message]) -> Message:
 
 
 def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> None:
-    """Raise UnsupportedError if a field `prompt` differs from the beginning of the messages."""
+    """Raise UnsupportedError if the messages do not begin with the content of a field `prompt`."""
     prompt = document.fields.get(PROMPT)
     begin: object = next((m.get("content") for m in messages if m["role"] != SYSTEM), None)
     if isinstance(prompt, list):
@@ -454,7 +453,7 @@ def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> N
 
 
 def _refuse_answerer(document: Document, number: int, role: Any) -> None:
-    """Raise UnsupportedError for another name of the assistant's role, such as `bot`."""
+    """Raise UnsupportedError if a role is another word for the assistant, such as `bot`."""
     if str(role).strip().lower() in _ANSWERERS:
         raise UnsupportedError(
             f"{document.place}: message {number} has the role {role!r}, and only turns of the role "
@@ -464,8 +463,8 @@ def _refuse_answerer(document: Document, number: int, role: Any) -> None:
 
 
 def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | None) -> bool:
-    """Return whether values are lists of messages rather than texts. Raises UnsupportedError for
-    one of each, and for messages without a template to write them."""
+    """Return whether a record's values are lists of messages, rather than texts. Raises
+    UnsupportedError for a mixture, and for messages if there is no template to render them."""
     texts = [isinstance(field_of(document, name, "data.format"), str) for name in names]
     if any(texts) != all(texts):
         raise UnsupportedError(
@@ -486,7 +485,7 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
 
 
 def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -> Collection[str]:
-    """Return the names of the fields that a form reads: more for messages than for texts."""
+    """Return the fields that a reader needs of a record: more of them if it has messages."""
     if chat is None or isinstance(document.fields.get(names[0]), str):
         return names
     return {*names, *({TOOLS, SYSTEM, TEMPLATE_KWARGS} & set(chat.reads(document)))}
@@ -494,8 +493,8 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class PromptForm(Form):
-    """Reads records of a prompt and its completion, or of two fields that mean the same, as texts
-    or as messages. The prompt is trained only if `everything` is set."""
+    """Reader of records of a prompt and its completion, or of two fields that mean the same, as
+    texts or messages. The prompt is trained only if `everything` is set."""
 
     prompt: str
     completion: str
@@ -551,9 +550,9 @@ class PromptForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class PreferenceForm(Form):
-    """Reads records of a chosen and a rejected answer to one prompt, as two documents that each
-    begin with the prompt. Texts are used as they are; the chat template writes messages. Instead of
-    in a field of its own, the prompt may be at the beginning of both answers."""
+    """Reader of pairs: a chosen and a rejected answer to one prompt, as two documents that each
+    begin with the prompt. The chat template renders messages; texts stay as they are. The prompt
+    may have its own field, or be the beginning of both answers."""
 
     chat: ChatForm | None  # None: the tokenizer has no template
 
@@ -602,15 +601,15 @@ class PreferenceForm(Form):
             pairs = enumerate(zip(chosen, rejected, strict=False))
             least = min(len(chosen), len(rejected))
             shared = next((n for n, (one, other) in pairs if one != other), least)
-            told = self._asked(document, chosen[:shared])
+            told = self._prompt(document, chosen[:shared])
             shared = max(shared, len(told))
         return [
             form.answer(document, told + own, shared)
             for form, own in zip(forms, (chosen, rejected), strict=True)
         ]
 
-    def _asked(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """Return a prompt that is a text as the user's message to put before the answers."""
+    def _prompt(self, document: Document, shared: Sequence[Message]) -> list[Message]:
+        """Return a text prompt as the user's message, unless both answers begin with the prompt."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []
@@ -625,12 +624,11 @@ class PreferenceForm(Form):
         )
 
 
-def _shared(one: str, other: str) -> int:
-    """Return the length of the longest common beginning of two texts."""
-    low, high = 0, min(len(one), len(other))
+def _common(first: str, second: str) -> int:
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1

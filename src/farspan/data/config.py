@@ -25,7 +25,7 @@ _PROMPT = ("prompt", "completion")  # fields of a record in format prompt
 
 
 class SourceKind(StrEnum):
-    """Formats in which documents are read from a source."""
+    """Ways to read documents from a source, such as text files or a dataset."""
 
     AUTO = "auto"  # files by their suffixes, other paths as data sets of the hub
     STDLIB = "stdlib"  # sources of the running Python, each file a document
@@ -35,13 +35,13 @@ class SourceKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "SourceKind | None":
-        """Accept a file format that `auto` would detect, such as `parquet`, as `auto`."""
+        """Treat the name of a file format that `auto` detects, such as `parquet`, as `auto`."""
         return cls.AUTO if value in ("parquet", "arrow", "csv", "json") else None
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRow:
-    """Properties of a format of records."""
+    """Properties of one format of records."""
 
     marks: tuple[str, ...]  # the fields that identify it
     reads: str = ""  # why it takes no data.field; "": it takes one
@@ -50,7 +50,7 @@ class FormatRow:
 
 
 class RecordFormat(StrEnum):
-    """Meaning of a record's fields, in a JSON line or in a row of a dataset."""
+    """What the fields of a record (JSON line or row of a dataset) mean: text, a chat, a pair..."""
 
     row: FormatRow
 
@@ -99,7 +99,7 @@ class RecordFormat(StrEnum):
 
 
 class Loss(StrEnum):
-    """Choices of the tokens that are trained, in chats and in prompts with completions."""
+    """Which tokens to train in chats, and in prompts with completions."""
 
     ANSWERS = "answers"
     ALL = "all"
@@ -113,7 +113,7 @@ class PackingKind(StrEnum):
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the suffix that names a file's format, in lower case: `.jsonl` for `a.JSONL.gz`."""
+    """Return the lower-case suffix that tells a file's format: `.jsonl` for `a.JSONL.gz`."""
     name = Path(path).name.lower()
     for end in _COMPRESSED:
         name = name.removesuffix(end)
@@ -129,7 +129,7 @@ def _is_day(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """Sources of documents, the parts to train, and the documents to hold out.
+    """Where documents come from, which parts of them to train, and which to hold out.
 
     `path` is a file, a folder (every file below it whose name does not start with a dot), a glob
     such as `corpus/**/*.txt`, or the name of a data set on the hub. Without one, the documents are
@@ -190,11 +190,11 @@ class SourceConfig:
             raise UnsupportedError("held_out: give this fraction or held_out_path/_split, not both")
 
     def window_bytes(self) -> int:
-        """Return how many bytes of text a stream reads at a time."""
+        """Return how many bytes of text one window of a stream reads."""
         return read_bytes(WINDOW if self.window is None else self.window, "window")
 
     def _check_source(self) -> None:
-        """Raise UnsupportedError for keys that this kind of source does not use."""
+        """Raise UnsupportedError for keys that have no effect with this kind of source."""
         if self.window is not None and not self.streaming:
             raise UnsupportedError(
                 "window: only a stream is read in windows; set streaming to true, or leave it out"
@@ -226,11 +226,11 @@ class SourceConfig:
         return self.path is not None and self.source in (SourceKind.AUTO, SourceKind.DATASET)
 
     def has_fields(self) -> bool:
-        """Return whether the documents may be records with fields, unlike text files."""
+        """Return whether documents may be records with fields, rather than plain text."""
         return self.path is not None and self.source is not SourceKind.TEXT
 
     def _check_format(self) -> None:
-        """Refuse a format if there are no records, and keys that the format does not use."""
+        """Refuse a format without records, and keys that have no effect with the format."""
         kind = self.format
         if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
@@ -262,13 +262,13 @@ class SourceConfig:
         return named and rows and is_on_hub(str(self.path))
 
     def held_out_elsewhere(self) -> bool:
-        """Return whether evaluation has documents of its own, not a share of the training data."""
+        """Return whether evaluation reads a source of its own, not a share of the training data."""
         return self.held_out_path is not None or self.held_out_split is not None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSource(SourceConfig):
-    """A source among several, with its share of the training tokens."""
+    """One of several sources, with its share of the training tokens."""
 
     weight: float = 1.0  # share of the tokens, relative to the sum of all weights
 
@@ -307,11 +307,11 @@ class DataConfig(SourceConfig):
                 )
 
     def has_records(self) -> bool:
-        """Return whether any source may have records, which chat templates may write."""
+        """Return whether any source may have records, for which a chat template may be needed."""
         return any(source.has_fields() for source, _ in self.each())
 
     def each(self) -> tuple[tuple["DataConfig", float], ...]:
-        """Return each source's configuration, as if it were the only one, with its weight."""
+        """Return, for each source, a configuration with that source alone, and its weight."""
         if self.sources is None:
             return ((self, 1.0),)
         names = [field.name for field in fields(SourceConfig)]
@@ -371,20 +371,20 @@ class LossConfig(LossKeys):
         return self.kind.row.paired
 
     def describe(self) -> str:
-        """Return a description of the loss for the first lines of a run's output."""
+        """Return the loss in words, for the first lines of a run's output."""
         other = f", reference {self.compared()}" * (self.compared() is not Reference.NONE)
         if self.teacher is not None:
             other = f" from the {self.top_k} likeliest ids of {self.teacher}"
         return f"{self.kind}{other}"
 
     def compared(self) -> Reference:
-        """Return which reference model the loss compares the policy with."""
+        """Return where the log-probabilities of the loss's reference model come from."""
         if "reference" not in self.kind.row.keys:
             return Reference.NONE
         return self.reference or self.kind.row.references[0]
 
     def planned(self) -> Objective:
-        """Return the objective to plan for; a teacher counts as a copy that runs every step."""
+        """Return the loss for the planner; a teacher counts as a model that runs every step."""
         teaches = self.kind is LossKind.DISTILL
         reference = Reference.FROZEN if teaches else self.compared()
         return Objective(self.kind, reference, self.top_k if teaches else 1)

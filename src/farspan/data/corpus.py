@@ -85,7 +85,7 @@ _PACKED = "2"  # rises whenever the same documents give other sequences
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """Documents to train on, optional documents to evaluate on, and the form that reads them."""
+    """A source's documents to train on, any to evaluate on, and the reader of its records."""
 
     config: DataConfig  # with the recognised format
     form: Form
@@ -127,8 +127,8 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """Return the form, which turns records of the configured format (text, chat, pairs...) into
-    tokens. Raises UnsupportedError if the tokenizer does not fit the format."""
+    """Return the form (record reader) of the configured format (text, chat, pairs...). Raises
+    UnsupportedError if the tokenizer does not fit the format."""
     everything = config.loss is Loss.ALL
     has_template = config.chat_template is not None or (
         isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
@@ -195,8 +195,8 @@ def refuse_shared(train: Source, held_out: Source) -> None:
 
 
 def settle(config: DataConfig) -> DataConfig:
-    """Return the configuration with its kind of source determined from the path. If the path names
-    files, they are read as files even if the configuration says `dataset`."""
+    """Return the configuration with the kind of source that its path calls for. Paths of files are
+    read as files even if the configuration says `dataset`."""
     path = str(config.path)
     place = Path(path).expanduser()
     if config.on_hub() or any((place / name).is_file() for name in SAVED):
@@ -240,8 +240,8 @@ def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
 
 
 def _data_of(files: tuple[Path, ...], place: Path) -> tuple[Path, ...]:
-    """Return the data files in a folder, by their suffixes; pages about the data, such as a README,
-    are left out if there are records."""
+    """Return the files of a folder that hold data, by suffix. Pages about the data, such as a
+    README, are left out if other files have records."""
     if not place.is_dir():
         return files
     data = tuple(file for file in files if suffix_of(file) in SUFFIXES)
@@ -280,8 +280,8 @@ def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
 
 
 def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig:
-    """Return the configuration with the format of the first record. Raises UnsupportedError if
-    another file's first record has another format."""
+    """Return the configuration with the format of the first record. Raises UnsupportedError if the
+    first record of another file has another format."""
     if isinstance(train, DatasetRows):
         first = next(train.documents(), None)
         return config if first is None else recognise(config, first)
@@ -321,7 +321,7 @@ def _open(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One source of a corpus, tokenized and packed."""
+    """One source of a corpus, tokenized and packed into sequences."""
 
     opened: OpenedSource
     recognised: bool  # format known by the fields, not from the run file
@@ -335,7 +335,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Packed sequences to train on and, if documents are held out, to evaluate on."""
+    """Sequences to train on and, if documents are held out, sequences to evaluate on."""
 
     train: Packing | Mixture | Stream
     held_out: Packing | Mixture | None
@@ -346,7 +346,7 @@ class Corpus:
     trained: float  # share of all tokens
 
     def describe(self, context: int) -> list[str]:
-        """Return the lines about the data that a run prints first."""
+        """Return the lines about the data that a run prints at its start."""
         kept, held_out = self.train.kept, self.held_out
         mostly = f", {self.trained:.1%} of them trained" if self.trained < 1.0 else ""
         sequences, until = kept.sequences, "an epoch"
@@ -384,7 +384,7 @@ class Corpus:
         return lines
 
     def streams(self) -> list[Stream]:
-        """Return the sources that are read window by window, in the order of sources."""
+        """Return the sources that are read window by window, in the order of all sources."""
         return [part.train for part in self.parts if isinstance(part.train, Stream)]
 
     def sequences_per_epoch(self) -> int | None:
@@ -394,8 +394,8 @@ class Corpus:
         return self.train.sequences_per_epoch()
 
     def read_ahead(self, check: Callable[[OpenedSource, TokenStore], None]) -> None:
-        """Let streams read their next window in a thread while training uses another. `check`
-        refuses a window that the model cannot take, before its first step."""
+        """Let streams read their next window in a thread during training. `check` refuses a window
+        that the model cannot take, before the window's first step."""
         for part in self.parts:
             if isinstance(part.train, Stream):
                 part.train.check = partial(check, part.opened)
@@ -464,7 +464,7 @@ class Corpus:
 def open_corpus(
     config: DataConfig, tokenizer: Tokenizer, *, context: int, seed: int, watch: Watch
 ) -> Corpus:
-    """Read, tokenize (once) and pack the documents.
+    """Read the documents of a run, tokenize them (once, then from a cache) and pack them.
 
     `watch(documents, tokens)` is called while tokens are written; it may raise to abandon that.
     Raises UnsupportedError if data cannot be read or leave nothing to train on.
@@ -494,7 +494,7 @@ def open_corpus(
 
 @contextmanager
 def _naming(number: int | None) -> Iterator[None]:
-    """Inside the block, name the keys of source `number` in errors; None: keep errors."""
+    """Add the number of a source to the keys in errors of the block: data.sources[number]."""
     try:
         yield
     except UnsupportedError as error:
@@ -563,8 +563,8 @@ def _open_part(
 
 
 def _divide(config: DataConfig, seed: int, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return documents to train on and those held out. Raises UnsupportedError if all are held
-    out."""
+    """Divide documents into those to train on and those held out. Raises UnsupportedError if none
+    is left to train on."""
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise UnsupportedError(
@@ -582,7 +582,7 @@ def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
 
 
 def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
-    """Combine all sources' held-out documents, weighted such that each sequence is read once."""
+    """Combine the held-out documents of all sources, such that each sequence is read once."""
     return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
 
 
@@ -603,7 +603,7 @@ def _pack(
     context: int,
     seed: int,
 ) -> Packing:
-    """Pack a source's documents into sequences; `source` is its key in the run file, for errors."""
+    """Pack a source's documents into sequences. `source` is its key in the run file, for errors."""
     if store.middles is not None:
         _refuse_cut(store, documents, source, kind, context)
     if kind is PackingKind.CUT:
@@ -626,7 +626,7 @@ def _pack(
 def _refuse_cut(
     store: TokenStore, documents: np.ndarray, source: str, kind: PackingKind, context: int
 ) -> None:
-    """Raise UnsupportedError if a pair of answers would be cut: the loss compares them whole."""
+    """Raise UnsupportedError if packing would cut a pair of answers, which are compared whole."""
     if kind is PackingKind.CUT:
         raise UnsupportedError("data.packing: cut would divide pairs; set it to whole")
     lengths = np.diff(store.starts)[documents]
@@ -684,7 +684,7 @@ def _describe_files(part: Part) -> Iterator[str]:
 
 
 def _counts(counts: Counter[str]) -> str:
-    """List the most frequent names with their counts, and the number of all others, as text."""
+    """Return the most frequent names with their counts as text, and the number of all others."""
     most = counts.most_common(_MOST_KINDS)
     others = counts.total() - sum(number for _, number in most)
     return ", ".join(f"{number:,} {name}" for name, number in most) + (
@@ -736,7 +736,7 @@ _PARTS = 40  # most parts of a document
 
 
 def show_sequence(batch: PackedBatch, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield lines that show the first sequence: one per document, and one per run of trained or
+    """Yield lines that show the first sequence: one per document, and one per stretch of trained or
     untrained tokens. A document's first token is untrained, whatever its label."""
     marks = batch.document_ids[0]
     for number, name in enumerate(batch.names[0]):

@@ -108,8 +108,8 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Return whether a field cannot affect what is trained. Lists of numbers, and objects that have
-    a mask, labels or weights, always can."""
+    """Return whether a field's name and value show that it cannot affect training. Lists of
+    numbers, and objects with a mask, labels or weights, always can."""
     if isinstance(value, Mapping):
         words = {word for key in value for word in str(key).lower().split("_")}
         says = bool(words & _IN_TRAINING)
@@ -119,13 +119,13 @@ def is_harmless(name: str, value: object) -> bool:
 
 
 def is_media(name: str) -> bool:
-    """Return whether a field's name suggests images, audio or video."""
+    """Return whether a field's name hints at images, audio or video."""
     return bool(_MEDIA.intersection(name.lower().replace(".", "_").split("_")))
 
 
 @dataclass(slots=True)
 class Fields:
-    """Selects the fields of records that the form reads, and collects those that nothing reads.
+    """Filter of records: keeps the fields that the format uses, and collects names of others.
 
     Args:
         form: reads the records.
@@ -143,19 +143,19 @@ class Fields:
     def __post_init__(self) -> None:
         self.ignored = set(self.dropped)
 
-    def documents(self, given: Iterable[Document]) -> Iterator[Document]:
-        """Yield each record with only the fields that its form reads. Raises UnsupportedError at
-        the end if other fields have content that would be lost; the error names and counts them
-        all."""
+    def documents(self, rows: Iterable[Document]) -> Iterator[Document]:
+        """Yield each record with only the fields that the format uses. Raises UnsupportedError at
+        the end if other fields had content that would be lost; the error names and counts all of
+        them."""
         count = 0
-        for count, document in enumerate(given, start=1):  # noqa: B007 - the number of all records
-            kept = self._kept(document)
+        for count, document in enumerate(rows, start=1):  # noqa: B007 - the number of all records
+            reduced = self._reduced(document)
             if not self._unread:
-                yield kept
+                yield reduced
         if self._unread:
             raise UnsupportedError(self._refusal(count))
 
-    def _kept(self, document: Document) -> Document:
+    def _reduced(self, document: Document) -> Document:
         given, unread = document.fields, set[str]()
         if document.line == 0:
             return document  # a text without fields
@@ -188,26 +188,26 @@ class Fields:
 
     def _split(
         self,
-        given: Mapping[str, Any],
+        fields: Mapping[str, Any],
         reads: Callable[[str], bool],
         prefix: str,
         unread: set[str],
     ) -> dict[str, Any]:
-        """Return the fields that the form reads. Others with content are noted as `ignored` (by the
-        user), `harmless` (to training) or `unread` (the source is refused later)."""
-        kept = {}
-        for name, value in given.items():
+        """Return the fields that the format uses. Add other names with content to `ignored` (the
+        user drops them), `harmless` (no effect on training) or `unread` (refused at the end)."""
+        used = {}
+        for name, value in fields.items():
             if prefix + name in self.ignore:
                 self.ignored.add(prefix + name)
             elif reads(name) and not (prefix and is_media(name)):
-                kept[name] = value
+                used[name] = value
             elif value is None or value in ("", [], {}):
                 pass
             elif is_harmless(name, value):
                 self.harmless.add(prefix + name)
             else:
                 unread.add(prefix + name)
-        return kept
+        return used
 
     def _refusal(self, records: int) -> str:
         form, names = self.form.listing()[0], sorted(self._unread)
@@ -232,7 +232,7 @@ class Fields:
 
 
 def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
-    """Raise UnsupportedError if a field that the user ignores is not among the fields `seen`."""
+    """Raise UnsupportedError if a field that the user ignores is in no record: not in `seen`."""
     for name in ignore:
         if name not in seen:
             raise UnsupportedError(
@@ -241,8 +241,8 @@ def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
 
 
 def recognise(config: DataConfig, document: Document) -> DataConfig:
-    """Return the configuration with the format that the first document's fields suggest, unless the
-    run file names one. Raises UnsupportedError if they fit no format, or several."""
+    """Return the configuration with the format that the fields of the first document suggest,
+    unless the run file names a format. Raises UnsupportedError if no format fits, or several do."""
     if config.format is not RecordFormat.TEXT or config.field is not None:
         return config
     fields = {name: value for name, value in document.fields.items() if value is not None}
@@ -268,7 +268,7 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
         )
     if len(kinds) > 1:
         ways = (
-            f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] to read it as {kind}"
+            f"data.ignore: [{', '.join([*ignored, *_unused(kind, fields)])}] to read it as {kind}"
             for kind in kinds
         )
         raise UnsupportedError(
@@ -289,8 +289,8 @@ def _forms_with(names: Collection[str]) -> list[RecordFormat]:
     return [kind for kind in RecordFormat if all(name in names for name in kind.row.marks)]
 
 
-def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a record that the format does not read and that are not harmless."""
+def _unused(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
+    """Return a record's fields that the format does not use and that might affect training."""
     return [
         name
         for name, value in fields.items()
@@ -309,7 +309,7 @@ def _has_roles(messages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextForm(Form):
-    """Reads records with one field of text, all of which is trained."""
+    """Reader of records with one field of text, all of which is trained."""
 
     field: str
 
@@ -347,8 +347,8 @@ _ALPACA_WITH_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class AlpacaForm(Form):
-    """Reads records with an instruction, optional input, and output, and writes Stanford Alpaca's
-    prompt. The prompt is trained only if `everything` is set."""
+    """Reader of records with an instruction, an optional input and an output, which it writes in
+    Stanford Alpaca's format. The prompt is trained only if `everything` is set."""
 
     everything: bool
 
@@ -378,8 +378,8 @@ class AlpacaForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class TokensForm(Form):
-    """Reads records of token ids, with optional labels and masks for training, an attention mask
-    for padding at the ends, and positions or lengths that separate documents in a packed row."""
+    """Reader of records of token ids, with optional labels and masks for training, an attention
+    mask for padding at the ends, and positions or lengths that divide packed rows."""
 
     columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
     masked: ClassVar[bool] = True
@@ -407,7 +407,7 @@ class TokensForm(Form):
                 f"{document.place}: field {TYPES!r} has token types other than 0, which a causal "
                 "model does not use; leave the field out"
             )
-        own = slice(0, tokens) if fields.get(MASK) is None else _own(document, tokens)
+        own = slice(0, tokens) if fields.get(MASK) is None else _unpadded(document, tokens)
         length = fields.get(LENGTH)
         if isinstance(length, int | float) and length < own.stop - own.start:
             raise UnsupportedError(
@@ -447,7 +447,7 @@ PLAIN: Mapping[RecordFormat, Callable[[DataConfig], Form]] = {
 
 
 def _of_each(document: Document, name: str, values: np.ndarray, tokens: int) -> np.ndarray:
-    """Return a field's values. Raises UnsupportedError unless there is one per token."""
+    """Return the values of a field. Raises UnsupportedError unless there is one for each token."""
     if len(values) != tokens:
         raise UnsupportedError(
             f"{document.place}: field {name!r} has {len(values)} entries for {tokens} input_ids; "
@@ -467,16 +467,16 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
     return np.asarray(given, dtype=bool)
 
 
-def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
-    """Return which tokens in the slice `own` begin a document, bool. All fields must agree."""
-    count = own.stop - own.start
+def _starts(document: Document, tokens: int, span: slice) -> np.ndarray:
+    """Return which tokens in the slice `span` begin a document, bool. All fields must agree."""
+    count = span.stop - span.start
     by_field: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
         if document.fields.get(name) is None:
             continue
         values = _whole_numbers(document, name)
         if name in (POSITIONS, SEQ_IDX):
-            values = _of_each(document, name, values, tokens)[own]
+            values = _of_each(document, name, values, tokens)[span]
         if name == POSITIONS:
             starts = values == 0
             fits = starts[:1].all() and (starts[1:] | (np.diff(values) == 1)).all()
@@ -509,7 +509,7 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
 
 
 def field_of(document: Document, field: str, key: str) -> Any:
-    """Return a record's `field`. Raises UnsupportedError, with the run file's key, if missing."""
+    """Return a record's field. Raises UnsupportedError, naming the run file's key, if missing."""
     value = document.fields.get(field)
     if value is None and field in document.fields:
         raise UnsupportedError(
@@ -524,7 +524,7 @@ def field_of(document: Document, field: str, key: str) -> Any:
 
 
 def text_of(document: Document, field: str, key: str) -> str:
-    """Return a record's text. Raises UnsupportedError if it is no text or invalid Unicode."""
+    """Return a field's text. Raises UnsupportedError for another type or invalid Unicode."""
     text = field_of(document, field, key)
     if not isinstance(text, str):
         raise UnsupportedError(
@@ -539,8 +539,8 @@ def text_of(document: Document, field: str, key: str) -> str:
     return text
 
 
-def _own(document: Document, tokens: int) -> slice:
-    """Return the slice of tokens without the padding at both ends."""
+def _unpadded(document: Document, tokens: int) -> slice:
+    """Return the range of a row's tokens that are not padding, which is only at the ends."""
     mask = _of_each(document, MASK, _whole_numbers(document, MASK), tokens)
     if not np.isin(mask, (0, 1)).all():
         raise UnsupportedError(
@@ -576,7 +576,7 @@ ASSISTANT = "assistant"
 def take_marks(
     document: Document, messages: Sequence[Message], everything: bool
 ) -> tuple[list[Message], tuple[bool, ...] | None]:
-    """Remove from messages the marks that say whether a turn is trained, and return both.
+    """Separate messages from the marks in them that say whether a turn is trained.
 
     Args:
         document: the record, for the words of errors.
@@ -615,8 +615,8 @@ def take_marks(
 
 
 def with_system(document: Document, messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages with the record's field `system` as the first message. Raises
-    UnsupportedError if they begin with another system message."""
+    """Return the messages, preceded by one with the text of the record's field `system`. Raises
+    UnsupportedError if they begin with a different system message."""
     if not messages or not document.fields.get(SYSTEM):
         return messages
     content = text_of(document, SYSTEM, "data.format")

@@ -16,7 +16,7 @@ from farspan.data.token_cache import TokenStore
 
 
 class Draw(IntEnum):
-    """Purposes of random numbers; each has a generator of its own."""
+    """Purposes of random numbers. Each purpose has its own generator."""
 
     SPLIT = 0
     SHUFFLE = 1
@@ -31,7 +31,7 @@ class Draw(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DocumentPiece:
-    """Tokens [start, stop) of one document, placed in a sequence."""
+    """Tokens [start, stop) of one document, which lie in one sequence."""
 
     document: int  # index in the store
     start: int
@@ -40,7 +40,7 @@ class DocumentPiece:
 
 @dataclass(frozen=True, slots=True)
 class PackingStats:
-    """Counts for an epoch: sequences, documents, tokens, and those cut, padded and left out."""
+    """Counts for an epoch: sequences, documents, tokens; how many are cut, padded or left out."""
 
     sequences: int
     documents: int
@@ -56,7 +56,7 @@ _PADDED = 1024
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences of one length. Labels are not shifted: the user of the batch shifts them once."""
+    """Sequences of one length, with labels that are not shifted: who uses the batch shifts them."""
 
     input_ids: np.ndarray  # [batch, tokens] int64
     labels: np.ndarray  # [batch, tokens] int64: the input, or UNTRAINED
@@ -81,7 +81,7 @@ class Packing:
         self._padded = min(_PADDED, store.longest())
 
     def sequences_per_epoch(self) -> int:
-        """Return the number of sequences that contain every token once."""
+        """Return how many sequences contain every token once."""
         return self._layout.sequences
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
@@ -89,8 +89,8 @@ class Packing:
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int, shorten: bool = True) -> PackedBatch:
-        """Return sequence `index` of the first epoch, `[1, context]`, without tokens of the next
-        epoch.
+        """Return sequence `index` of the first epoch, `[1, context]`; tokens of the next epoch are
+        padding.
 
         All sequences have one length, so one program and one set of kernel plans serve them. With
         `shorten`, an only sequence ends with its documents.
@@ -124,7 +124,7 @@ class Packing:
         return self._store.documents()
 
     def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
-        """Return the tokens of a piece at which documents begin."""
+        """Return the tokens of a piece at which documents begin (of a pair: its two answers)."""
         if self._store.middles is None:
             return (0,)
         start = self._store.starts[piece.document]
@@ -135,7 +135,7 @@ class Packing:
         return (name,) if self._store.middles is None else (f"{name} chosen", f"{name} rejected")
 
     def _read(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids and labels of a piece, int64."""
+        """Return the ids and labels of a piece's tokens, int64."""
         base = int(self._store.starts[piece.document])
         tokens, trained = self._store.read(base + piece.start, base + piece.stop)
         ids = tokens.astype(np.int64)
@@ -143,11 +143,11 @@ class Packing:
 
 
 class Sequences(Protocol):
-    """Sequences that a mixture can combine: a packing's or a stream's."""
+    """Interface of packings and streams, whose sequences a `Mixture` combines."""
 
     @property
     def kept(self) -> PackingStats:
-        """Counts for an epoch, or for a stream's first window."""
+        """Counts for an epoch or, of a stream, for its first window."""
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the sequences with these indices, `[len(indices), context]`."""
@@ -160,8 +160,8 @@ class Sequences(Protocol):
 
 
 class Mixture:
-    """Sequences of several packings, mixed so that each packing's share of the tokens is its
-    weight.
+    """Sequences of several packings, mixed so that each packing has its weight as share of the
+    tokens.
 
     Each sequence is from one packing. The k-th sequence of packing p is due at (k + 1/2) / rate(p),
     where a rate is proportional to the weight over the mean tokens of a sequence. Invariant:
@@ -181,13 +181,13 @@ class Mixture:
         self.kept = PackingStats(**{n: sum(getattr(k, n) for k in kept) for n in names})
 
     def sequences_per_epoch(self) -> int:
-        """Return the number of sequences after which every document has been read."""
+        """Return how many sequences of the mixture read every document at least once."""
         last = [Fraction(2 * p.kept.sequences - 1, 2) for p in self._packings]
         due = max(number / rate for number, rate in zip(last, self._rates, strict=True))
         return sum(self._due(due))
 
     def epochs(self) -> list[float]:
-        """Return how often each packing was read after `sequences_per_epoch` sequences."""
+        """Return how often `sequences_per_epoch` sequences read each packing."""
         counts = [p.kept.sequences for p in self._packings]
         total = self.sequences_per_epoch()
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
@@ -203,23 +203,22 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return a packing's batch with its pairs numbered across all packings."""
+        """Return a packing's batch whose pairs are numbered through all packings."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index` of the first epoch, as `once` of its packing does."""
+        """Return sequence `index` of the mixture, as its packing's `once` gives it."""
         packing, number = self._place(index)
         return self._numbered(packing, self._packings[packing].once(number))
 
     def _due(self, time: Fraction) -> list[int]:
-        """Return how many sequences each packing has to have given by `time`, a number of
-        sequences."""
+        """Return how many sequences of each packing are due among the first `time` sequences."""
         return [math.floor(time * rate + Fraction(1, 2)) for rate in self._rates]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return which packing sequence `index` is from, and its index in that packing."""
+        """Return which packing has sequence `index` of the mixture, and its index there."""
         # Up to `time`, the packings together have `time` sequences due, within half a sequence
         # each.
         counts = self._due(Fraction(max(0, index - len(self._rates))))
@@ -232,7 +231,7 @@ class Mixture:
 
 
 def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
-    """Concatenate batches of sequences."""
+    """Concatenate batches of sequences into one batch."""
     ids, labels, marks = (
         np.concatenate([getattr(row, name) for row in rows])
         for name in ("input_ids", "labels", "document_ids")
@@ -243,16 +242,16 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def seed_of_source(seed: int, number: int) -> int:
-    """Return the random seed for source `number`. The first source has the run's seed, so that
-    adding others does not change it; sources of equal size are shuffled differently."""
+    """Return the random seed of source `number`. The first source has the run's seed, so that its
+    order stays if others are added; equally large sources are shuffled differently."""
     if number == 0:
         return seed
     return int(Draw.SOURCES.generator(seed, number).integers(1 << 62))
 
 
 def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide documents at random into those to train on and to hold out, both sorted, by `seed`.
-    `fraction` of the documents, rounded and at least one, is held out; none if it is zero."""
+    """Divide documents at random, by `seed`, into those to train on and those to hold out, both
+    sorted. `fraction` of them, rounded and at least one, is held out; none if it is zero."""
     order = Draw.SPLIT.generator(seed).permutation(documents)
     count = max(1, round(fraction * documents)) if fraction > 0 else 0
     return np.sort(order[count:]), np.sort(order[:count])
@@ -260,7 +259,7 @@ def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class PieceArrays:
-    """Pieces of documents, at most a sequence long, the longest first: one array per field."""
+    """Pieces of documents, none longer than a sequence, longest first: an array for each field."""
 
     documents: np.ndarray  # int64, index in the store
     starts: np.ndarray  # int64, token in the document
@@ -269,14 +268,14 @@ class PieceArrays:
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """The shuffle of one epoch: which piece is in each place, and the order of the sequences."""
+    """Shuffle of one epoch: which piece lies in each place, and the order of the sequences."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64
 
 
 class BestFitLayout:
-    """Places documents in sequences of at most `context` tokens; only documents longer than a
+    """Plan of sequences of at most `context` tokens from documents; only documents longer than a
     sequence are cut.
 
     `trained`, one flag per token of the store, tells which tokens are trained; None: all are.
@@ -316,7 +315,7 @@ class BestFitLayout:
         return len(self._bounds) - 1
 
     def pieces(self, index: int) -> list[DocumentPiece]:
-        """Return the pieces in sequence `index`, which counts on from epoch to epoch."""
+        """Return the pieces in sequence `index`, which counts through all epochs."""
         epoch, place = divmod(index, self.sequences)
         order = self._order(epoch)
         sequence = int(order.sequences[place])
@@ -325,7 +324,7 @@ class BestFitLayout:
         return [self._piece(part) for part in draw.permutation(order.parts[places])]
 
     def once(self, index: int) -> list[DocumentPiece]:
-        """Return the pieces in sequence `index` of the first epoch; none spans two epochs."""
+        """Return the pieces in sequence `index` of the first epoch; sequences never span epochs."""
         assert index < self.sequences, index
         return self.pieces(index)
 
@@ -346,8 +345,8 @@ class BestFitLayout:
 def _cut_long(
     starts: np.ndarray, documents: np.ndarray, context: int, trained: np.ndarray | None
 ) -> tuple[PieceArrays, int]:
-    """Cut each document into pieces of one sequence and a rest. Return the pieces, and the number
-    of tokens in pieces left out because nothing in them is trained."""
+    """Cut each document into pieces as long as a sequence and a rest. Return the pieces, and the
+    number of tokens in pieces that are left out because they have no trained token."""
     lengths = np.diff(starts)[documents]
     counts = -(-lengths // context)
     owner = np.repeat(np.arange(len(documents)), counts)
@@ -365,8 +364,8 @@ def _cut_long(
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Return, for each length, the number of the sequence into which it is packed, `[lengths]`
-    int64.
+    """Assign each length to a sequence of `room` tokens, by best fit: return the sequences'
+    numbers, `[lengths]` int64.
 
     `lengths` must not rise, and none may exceed `room`. A length goes into the sequence with the
     least room that is enough, or else begins a new one. Equal lengths are placed together: once one
@@ -400,7 +399,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def _runs(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return each run of equal lengths as (length, count)."""
+    """Return (length, count) for each stretch of equal lengths."""
     begins = np.flatnonzero(np.diff(lengths, prepend=-1))
     counts = np.diff(begins, append=len(lengths))
     return list(zip(lengths[begins].tolist(), counts.tolist(), strict=True))
@@ -408,14 +407,14 @@ def _runs(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ConcatOrder:
-    """The shuffle of one epoch: its documents in order, and where each ends."""
+    """Shuffle of one epoch: its documents in order, and the token at which each ends."""
 
     documents: np.ndarray  # [documents] int64, index in the store
     ends: np.ndarray  # [documents] int64, tokens from the start of the epoch
 
 
 class ConcatLayout:
-    """Cuts the endless concatenation of shuffled epochs into sequences of `context` tokens.
+    """Plan of sequences of `context` tokens, cut from the endless concatenation of shuffled epochs.
 
     Invariant: sequence i covers tokens [i * context, (i + 1) * context) of the concatenation; each
     epoch is a shuffle of all documents that depends on seed and epoch only.
@@ -432,12 +431,12 @@ class ConcatLayout:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that cover every token once; the last may be shorter."""
+        """Number of sequences that contain every token once; the last of them may be shorter."""
         return -(-self._tokens // self._context)
 
     @property
     def kept(self) -> PackingStats:
-        """Counts for the first epoch; later epochs cut other documents."""
+        """Counts for the first epoch; later epochs cut different documents."""
         ends = self._order(0).ends
         begins = np.concatenate([[0], ends[:-1]])
         divided = int((begins // self._context != (ends - 1) // self._context).sum())
@@ -457,7 +456,7 @@ class ConcatLayout:
         return ConcatOrder(order, np.cumsum(self._lengths[order]))
 
     def _pieces(self, start: int, length: int) -> list[DocumentPiece]:
-        """Return the pieces of documents in tokens [start, start + length) of the concatenation."""
+        """Return the pieces of documents in `length` tokens of the concatenation from `start`."""
         pieces: list[DocumentPiece] = []
         while length > 0:
             epoch, offset = divmod(start, self._tokens)

@@ -63,7 +63,7 @@ _SKIPPED = frozenset(
 
 
 def find_files(path: str, field: str) -> tuple[Path, ...]:
-    """Return the files that `path` names, sorted: a file, a folder or a glob. Raises
+    """Return the files, sorted, that a path to a file, a folder or a glob matches. Raises
     UnsupportedError, naming the configuration's key `field`, if there are none."""
     place = Path(path).expanduser()
     if place.is_file():
@@ -82,7 +82,7 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
 
 
 def _near(place: Path) -> str:
-    """Return a hint with files whose names are close to the missing one."""
+    """Return a hint that names files similar to a missing one."""
     missing = place
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -109,7 +109,7 @@ def _skipped(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """Read a file's bytes. Raises UnsupportedError if that fails or gives more than `most`."""
+    """Read a file's bytes. Raises UnsupportedError if that fails, or for more than `most` bytes."""
     with _opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -132,8 +132,8 @@ def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UnsupportedEr
 
 
 def decode(data: bytes, path: Path, line: int) -> str:
-    """Decode bytes as strict UTF-8. `line` is the line of the file at which they begin, for errors;
-    a byte order mark (U+FEFF) at the beginning of line 1 is removed."""
+    """Decode bytes as strict UTF-8. `line` is the number of their first line in the file, for
+    errors; a byte order mark (U+FEFF) at the beginning of line 1 is removed."""
     if line == 1:
         data = data.removeprefix(BOM_UTF8)
     try:
@@ -144,14 +144,14 @@ def decode(data: bytes, path: Path, line: int) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """Progress of reading files, in bytes on disk."""
+    """Progress of reading a source's files, in bytes on disk."""
 
     total: int = 0
     before: int = 0  # bytes of files that were read to their end
     raw: BinaryIO | None = None  # the current file
 
     def how_far(self) -> HowFar:
-        """Return the progress, with the part of the current file that has been read."""
+        """Return the bytes read so far, those of the current file included, and the total."""
         current = 0 if self.raw is None or self.raw.closed else self.raw.tell()
         return HowFar(self.before + current, self.total)
 
@@ -163,7 +163,7 @@ Behind = tuple[Generator[Document], Callable[[Document], list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Documents in files, read in order: each text file and each record is one. A file's suffix
+    """Documents in files, in order: each text file is a document, and each record. A file's suffix
     tells its format, unless `kind` does."""
 
     files: tuple[Path, ...]
@@ -184,7 +184,7 @@ class DataFiles:
         return SUFFIXES[suffix_of(path)] if self.kind is SourceKind.AUTO else str(self.kind)
 
     def suffixes(self) -> Counter[str]:
-        """Return how many files have each suffix."""
+        """Return the number of files with each suffix."""
         return Counter(suffix_of(path) for path in self.files)
 
     def behind(self, place: list[Any]) -> Behind:
@@ -206,14 +206,14 @@ class DataFiles:
             yield row
 
     def firsts(self) -> Iterator[Document]:
-        """Yield the first record of each file that has any."""
+        """Yield the first record of each file that has records."""
         for path in self.files:
             if self._holds(path) != "text":
                 yield from islice(DataFiles((path,), self.kind).documents(), 1)
 
     def documents(self) -> Iterator[Document]:
-        """Yield every text and every record as a document. Raises UnsupportedError if some cannot
-        be read; it names the first and counts the others."""
+        """Yield the documents. Raises UnsupportedError at the end if some cannot be read; the error
+        names the first of them and counts the others."""
         first, others = None, 0
         for row in self._rows():
             if isinstance(row, UnsupportedError):
@@ -225,7 +225,7 @@ class DataFiles:
             raise UnsupportedError(f"{first}{more}") from first
 
     def _rows(self, file: int = -1, line: int = 0) -> Iterator[Document | UnsupportedError]:
-        """Yield the documents after line `line` of file `file`; a damaged one as its error."""
+        """Yield the documents after line `line` of file `file`; an unreadable one as its error."""
         sizes = [_stamp(path)[1] for path in self.files]
         self.reading.total, self.reading.before = sum(sizes), sum(sizes[: max(0, file)])
         for index, path in enumerate(self.files):
@@ -244,14 +244,14 @@ class DataFiles:
 
 
 def _text(path: Path, reading: Reading) -> str | LongText:
-    """Return a file's text; long texts as parts that are read when needed."""
+    """Return a file's text; if it is long, an object that reads its parts when needed."""
     parts = _parts(path, reading)
     first = next(parts, "")
     return first if next(parts, None) is None else LongText(partial(_parts, path, reading))
 
 
 def _parts(path: Path, reading: Reading) -> Iterator[str]:
-    """Yield a long text in parts, decoded as by `decode`."""
+    """Yield a long text file's text in parts, decoded as by `decode`."""
     decoder, line, size = getincrementaldecoder("utf-8")(), 1, 0
     with _opened(path, reading) as file:
         while True:
@@ -277,7 +277,7 @@ Row = tuple[int, str, dict[str, Any] | UnsupportedError]
 
 
 def _json_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Yield a file's JSON objects: one per line, all in one array, or one over several lines."""
+    """Yield a JSON file's objects: one per line, elements of one array, or one in several lines."""
     with _opened(path) as file:
         head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     many = head.startswith(b"[")
@@ -302,7 +302,7 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
     if len(data) > MOST_VALUES and _values(data) > MOST_VALUES:
         raise UnsupportedError(f"{place} has more than {MOST_VALUES:,} values; divide the document")
     try:
-        record = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+        record = json.loads(data.decode("utf-8"), object_pairs_hook=_unrepeated)
     except UnicodeDecodeError as error:
         raise UnsupportedError(
             f"{place} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert the file to "
@@ -324,7 +324,7 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
 
 
 def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of a file's JSON array with their numbers, with at most two in memory."""
+    """Yield the number and text of each element of a file's JSON array, at most two in memory."""
     depth, inside, number, parts = 0, False, 1, list[bytes]()
     with _opened(path, reading) as file:
         while (byte := file.read(1)) != b"[":
@@ -357,8 +357,8 @@ def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
 
 
 def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool, int | None]:
-    """Find where the elements of a JSON array end within a block of its text, and where the array
-    ends.
+    """Find where the elements of a JSON array end within a block of its text, and whether the array
+    ends there.
 
     Args:
         block: JSON from within the array, with no escape cut.
@@ -389,7 +389,7 @@ def quoted(text: str) -> str:
 
 
 def separator_of(path: Path) -> str:
-    """Return a CSV file's separator of columns: the most frequent candidate in its header."""
+    """Return a CSV file's column separator: the most frequent candidate in its header."""
     usual = "\t" if suffix_of(path) == ".tsv" else ","
     with _opened(path) as file:
         line = file.readline(_BLOCK).decode("utf-8", "replace")
@@ -398,7 +398,7 @@ def separator_of(path: Path) -> str:
 
 
 def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Yield the rows of a CSV file by column; all cells are texts, even empty ones."""
+    """Yield the rows of a CSV file as texts by column; empty cells are empty texts."""
     csv.field_size_limit(MOST_TEXT)
     sign = separator_of(path)
     with _opened(path, reading) as file:
@@ -436,7 +436,7 @@ def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
 
 
 def _table_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Yield the rows of a parquet or an Arrow file, if possible without unpacking it on disk."""
+    """Yield the rows of a parquet or Arrow file, if possible without an unpacked copy on disk."""
     number = skipped
     try:
         with _opened(path, reading) as packed, tempfile.TemporaryFile() as room:
@@ -464,7 +464,7 @@ def _dicts(file: BinaryIO, suffix: str, skipped: int) -> Iterator[dict[str, Any]
 
 
 def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
-    """Yield a file's rows as tables, one after the other."""
+    """Yield the rows of a file as tables of limited size."""
     file.seek(0)
     if suffix == ".parquet":
         yield from load("pyarrow.parquet", "ParquetFile")(file).iter_batches(batch_size=_ROWS)
@@ -487,8 +487,8 @@ _READERS: Mapping[str, Callable[[Path, Reading, int], Iterator[Row]]] = {
 }
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from its fields. Raises ValueError if a field occurs twice."""
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of a JSON object's fields. Raises ValueError if a field occurs twice."""
     record = dict(pairs)
     if len(record) < len(pairs):
         twice = next(name for name, times in Counter(n for n, _ in pairs).items() if times > 1)
@@ -497,7 +497,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound on the values in JSON, unparsed, by counting marks outside strings."""
+    """Return an upper bound on the values in a JSON text: its number of marks outside strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):
@@ -531,7 +531,7 @@ def _opened(path: Path, reading: Reading | None = None) -> Iterator[BinaryIO]:
 
 
 def _bounded(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file. Raises UnsupportedError for one longer than MOST_TEXT bytes."""
+    """Yield a file's lines. Raises UnsupportedError for a line of more than MOST_TEXT bytes."""
     for number, line in enumerate(iter(partial(file.readline, MOST_TEXT + 1), b""), start=1):
         if len(line) > MOST_TEXT:
             raise UnsupportedError(
@@ -542,7 +542,7 @@ def _bounded(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file that are not blank, with their numbers."""
+    """Yield the number and the bytes of each line that is not blank."""
     blank = 0
     with _opened(path, reading) as file:
         for number, line in enumerate(_bounded(path, file), start=1):
@@ -575,7 +575,7 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class DatasetRows:
-    """Rows of a Hugging Face dataset; each is a document."""
+    """Rows of a Hugging Face dataset as documents."""
 
     path: str
     rows: Any  # datasets.Dataset
@@ -599,8 +599,8 @@ class DatasetRows:
             yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
 
     def without(self, ignore: Collection[str]) -> "DatasetRows":
-        """Return the same rows without the columns that the user ignores. Raises UnsupportedError
-        if a remaining one has images, audio or video, which are not decoded."""
+        """Return the rows without the columns that the user ignores. Raises UnsupportedError if
+        another column has images, audio or video, which are not decoded."""
         dropped = tuple(name for name in self.rows.column_names if name in ignore)
         for name, feature in self.rows.features.items():
             kind = type(getattr(feature, "feature", feature)).__name__  # for lists, of items
@@ -614,7 +614,7 @@ class DatasetRows:
         return replace(self, rows=rows, dropped=dropped)
 
     def refuse_missing(self, form: Form) -> None:
-        """Raise UnsupportedError if the dataset lacks a column that `form` needs."""
+        """Raise UnsupportedError if the dataset lacks a column that the record reader needs."""
         there = self.rows.column_names
         for column in form.columns:
             if column not in there:
@@ -626,7 +626,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRows(DatasetRows):
-    """Rows of a dataset that are read from where they are stored, without a full local copy."""
+    """Rows of a dataset, read from where it is stored instead of a full local copy."""
 
     version: str = ""  # changes with the data
     reopen: Callable[[], Any] = list  # a datasets.IterableDataset of all rows
@@ -641,7 +641,7 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """Resume a stream as `DataFiles.behind` does; a place ends with the library's state."""
+        """Resume a stream as `DataFiles.behind` does; a place includes the library's own state."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):
@@ -674,7 +674,7 @@ def _stream(path: str, name: str | None, split: str) -> StreamedRows:
 def open_dataset(
     path: str, name: str | None, split: str, streaming: bool | None = None
 ) -> DatasetRows:
-    """Open `split` of a Hugging Face dataset. Raises UnsupportedError if the datasets library is
+    """Open `split` of a Hugging Face dataset. Raises UnsupportedError if the library `datasets` is
     missing or fails, with its message."""
     place = Path(path).expanduser()
     if not place.exists() and is_on_hub(path):  # asked first: the library then has the answer
@@ -709,7 +709,7 @@ def _of_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Return a row without keys that are None, which a table adds because other rows have them."""
+    """Return a row without keys that are None: a table adds these if another row has the key."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -718,7 +718,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _loaders() -> tuple[Any, Any]:
-    """Return the library's loaders of saved folders and of all else. Raises UnsupportedError."""
+    """Import `load_from_disk` and `load_dataset` of the library. Raises UnsupportedError."""
     try:
         return load("datasets", "load_from_disk"), load("datasets", "load_dataset")
     except ImportError as error:
@@ -726,7 +726,7 @@ def _loaders() -> tuple[Any, Any]:
 
 
 def _saved(dataset: Any, path: str, name: str | None, split: str) -> Any:
-    """Return the requested split of a `save_to_disk` folder. Raises UnsupportedError."""
+    """Return the requested split of a folder that `save_to_disk` wrote. Raises UnsupportedError."""
     if name is not None:
         raise UnsupportedError(
             f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "

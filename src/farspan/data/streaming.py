@@ -38,7 +38,7 @@ _PATIENCE = 0.2  # seconds between checks of a window that is being read
 
 @dataclass(frozen=True, slots=True)
 class WindowFacts:
-    """Facts about a window that are kept after its tokens are deleted."""
+    """What a stream remembers of a window after deleting its tokens."""
 
     end: Place | None  # place of its last document; None: end of the stream
     sequences: int
@@ -46,15 +46,15 @@ class WindowFacts:
 
 
 class DocumentReader:
-    """Reads a source's documents from any place on; if the next call asks for where the last one
-    ended, reading goes on without a search."""
+    """Reader of a source's documents from any place on. It continues without a search if the next
+    read begins where the last one ended."""
 
     def __init__(self, source: DataFiles | StreamedRows) -> None:
         self.source = source
         self._kept: list[tuple[Place, Document, Behind]] = []
 
     def behind(self, place: Place) -> tuple[Document | None, Behind]:
-        """Return the first document after a place, and the reader for those that follow."""
+        """Return the first document after a place (None: no more), and a reader of the next."""
         if self._kept:
             at, document, behind = self._kept.pop()
             if at[:2] <= place[:2]:
@@ -67,13 +67,13 @@ class DocumentReader:
         return next(behind[0], None), behind
 
     def keep(self, place: Place, document: Document, behind: Behind) -> None:
-        """Keep a reader, in case the next call asks for this place."""
+        """Keep an open reader for a next read that begins at this place."""
         self._kept[:] = [(place, document, behind)]
 
 
 @dataclass(slots=True)
 class Window:
-    """At least one document after a place of a source, until the texts reach a number of bytes."""
+    """Consecutive documents of a source, from a place on, until their texts reach `size` bytes."""
 
     reader: DocumentReader
     start: Place
@@ -116,7 +116,7 @@ class Window:
 
 
 def _text_bytes(value: Any) -> int:
-    """Return the bytes of the texts in a record's value; any other value counts as 8."""
+    """Return the bytes of all texts in a JSON value; a number or null counts as 8."""
     match value:
         case str():
             return len(value.encode("utf-8", "surrogatepass"))
@@ -134,7 +134,7 @@ Opened = tuple[TokenStore, Packing] | None  # a window; None: nothing in it is t
 
 @dataclass(slots=True)
 class _Ahead:
-    """The next window, which a thread opens while training uses the present one."""
+    """The next window of a stream, opened by a thread while training uses the present one."""
 
     key: tuple[int, int]
     told: tuple[int, int, HowFar]
@@ -147,8 +147,8 @@ Pack = Callable[[TokenStore, np.ndarray, int], Packing]
 
 @dataclass(slots=True)
 class Stream:
-    """Sequences of a source that is too large to tokenize at once: it is read window by window, and
-    after the last again from the first.
+    """Sequences of a source that is too large to tokenize at once. The source is read window by
+    window, and from the beginning again after the last window.
 
     Invariant: sequence i is a pure function of (seed, source, i). Each pass packs and shuffles
     every window anew, within the window; each document is read once a pass.
@@ -184,11 +184,11 @@ class Stream:
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the sequences with these indices, `[len(indices), context]`. Raises
-        UnsupportedError if a window cannot be read, or if `check` refuses it."""
+        UnsupportedError if a window cannot be read, or if `check` refuses the window."""
         return stack([self.once(index) for index in indices])
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index`, `[1, context]`; a window's last one ends with its documents."""
+        """Return sequence `index`, `[1, context]`, which does not wrap around its window's end."""
         turn, window, number = self._place(index)
         packing = self._packing(turn, window)
         assert packing is not None, "it has this sequence"
@@ -198,16 +198,16 @@ class Stream:
         return packing.once(number, shorten=False)
 
     def digests(self) -> list[str]:
-        """Return the digests of the windows that have been read, in order."""
+        """Return the digests of the windows read so far, in order, for a checkpoint."""
         return [facts.digest for facts in self._facts]
 
     def expect(self, digests: Sequence[str]) -> None:
-        """Set digests that a resumed run recorded. Raises UnsupportedError if one differs."""
+        """Set the digests that a checkpoint recorded. Raises UnsupportedError if one differs."""
         self._expected = digests
         self._load()
 
     def _place(self, index: int) -> tuple[int, int, int]:
-        """Return in which pass and window sequence `index` is, and its index there."""
+        """Return the pass and the window that contain sequence `index`, and its index there."""
         turn = window = before = 0
         while True:
             if window >= len(self._facts):
@@ -221,8 +221,8 @@ class Stream:
                 before = window = 0
 
     def _packing(self, turn: int, window: int) -> Packing | None:
-        """Return a window's packing in a pass; None if nothing is trained. One thread reads at
-        once."""
+        """Return a window's documents packed into sequences for a pass; None if nothing in the
+        window is trained. One thread at a time reads windows."""
         if (turn, window) in self._opened:
             return self._opened[turn, window]
         ahead, self._ahead = self._ahead, None
@@ -260,7 +260,7 @@ class Stream:
         threading.Thread(target=work).start()
 
     def _open(self, turn: int, window: int, watch: Watch) -> Opened:
-        """Open a window from the cache, or read its documents and tokenize them now."""
+        """Open a window from the cache, or read and tokenize its documents now."""
         self._discard_all_but(window)
         with locked(self.folder, str(window % _LOCKS)):
             if window >= len(self._facts):
@@ -288,7 +288,7 @@ class Stream:
             return opened
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
-        """Record the facts of a window read for the first time, here and in the cache's file."""
+        """Record the facts of a window after its first reading, in memory and in the cache."""
         if not window.is_read:  # its tokens are cached, but its facts are lost
             deque(window.documents(), maxlen=0)
         facts = WindowFacts(window.end, sequences, digest)
@@ -302,7 +302,7 @@ class Stream:
                 write_whole(self.folder / FACTS, text.encode())
 
     def _load(self) -> None:
-        """Load the facts that other processes have recorded, or this run before it was killed."""
+        """Load facts of windows that other ranks, or an earlier start of the run, recorded."""
         self._facts += _read_facts(self.folder)[len(self._facts) :]
         self._refuse_changed()
 
@@ -320,7 +320,7 @@ class Stream:
         )
 
     def _discard_all_but(self, window: int) -> None:
-        """Delete windows but the first, this one and its neighbours, which ranks may read."""
+        """Delete all windows but the first, this one and its neighbours, which ranks may read."""
         if window == 0 or not self.folder.is_dir():
             return
         kept = {0, window - 1, window, window + 1}
@@ -333,12 +333,12 @@ class Stream:
 
 
 def _read_facts(folder: Path) -> list[WindowFacts]:
-    """Return the recorded facts of the windows; empty if the file is missing or damaged."""
+    """Return the facts of windows from the cache's file; empty if it is missing or damaged."""
     stored = read_json(folder / FACTS) or {}
     known = stored.get("windows", [])
     return [WindowFacts(**own) for own in known] if stored.get("seal") == _seal(known) else []
 
 
-def _seal(known: object) -> str:
+def _seal(facts: object) -> str:
     """Return a digest of windows' facts: damaged counts would make a run train other sequences."""
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -34,10 +34,10 @@ _WRITTEN = re.compile(r"qzq(\d+)qzq")
 _CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
 
 
-def read_tools(given: Any, place: str) -> list[Any] | None:
-    """Return a record's tools as JSON schemas; they may be given as objects or as JSON in texts.
-    Raises UnsupportedError, with `place` and the tool that is something else."""
-    tools = _parsed(given, f"{place}: field 'tools'") if isinstance(given, str) else given
+def read_tools(value: Any, place: str) -> list[Any] | None:
+    """Return a record's tools as JSON schemas, from objects or JSON texts. Raises UnsupportedError,
+    with `place` and the number of the tool, for anything else."""
+    tools = _parsed(value, f"{place}: field 'tools'") if isinstance(value, str) else value
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
@@ -60,10 +60,10 @@ def _schema(tool: Any, place: str) -> Any:
     return tool
 
 
-def read_message(given: Message, place: str) -> Message:
-    """Return a message without keys that are null, and with its tool calls as objects. Raises
+def read_message(fields: Message, place: str) -> Message:
+    """Return a message without its keys that are null, and with its tool calls as objects. Raises
     UnsupportedError, with `place`, if it has no content, or content other than text."""
-    message = {key: value for key, value in given.items() if value is not None}
+    message = {key: value for key, value in fields.items() if value is not None}
     for key, value in message.items():
         if _MEDIA.fullmatch(key.rstrip("s")) and value:
             raise UnsupportedError(f"{place}: {key}: {_NO_MEDIA}")
@@ -90,7 +90,8 @@ _NO_MEDIA = "only text is trained; leave the record out, or give its text alone"
 
 
 def _read_parts(parts: Sequence[Any], place: str) -> Any:
-    """Return a content's parts, checked to be text; tools' results, which are no parts, stay."""
+    """Return a content's parts, checked to be texts; other lists (a tool's result) stay as they
+    are."""
     if not all(isinstance(p, str) or _is_part(p) for p in parts):
         return list(parts)
     kept = []
@@ -109,17 +110,17 @@ def _read_parts(parts: Sequence[Any], place: str) -> Any:
     return kept
 
 
-def _read_calls(given: Any, place: str) -> list[Any]:
-    calls = _parsed(given, f"{place}: {CALLS}") if isinstance(given, str) else given
+def _read_calls(value: Any, place: str) -> list[Any]:
+    calls = _parsed(value, f"{place}: {CALLS}") if isinstance(value, str) else value
     if not isinstance(calls, list | tuple):
         raise UnsupportedError(f"{place}: {CALLS} holds {_kind(calls)}, expected a list of calls")
     return [_read_call(call, f"{place}: call {n}") for n, call in enumerate(calls, 1)]
 
 
-def _read_call(given: Any, place: str) -> Message:
-    """Return a tool call. Its arguments, an object or its JSON text, are checked and keep their
-    form."""
-    call = read_object(given, place)
+def _read_call(value: Any, place: str) -> Message:
+    """Return a tool call as an object. Its arguments, an object or a JSON text, are checked and
+    stay as they are."""
+    call = read_object(value, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
     if isinstance(call.get(ARGUMENTS), str):
@@ -128,13 +129,13 @@ def _read_call(given: Any, place: str) -> Message:
 
 
 def _arguments(text: str, place: str = "") -> Any:
-    """Parse a call's arguments in a text; some APIs give an empty text for no arguments."""
+    """Parse the arguments of a call; some APIs write no arguments as an empty text."""
     return read_object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
 
 
 def read_object(given: Any, place: str) -> dict[str, Any]:
-    """Return an object given as such or as JSON in a text. Raises UnsupportedError, with `place`,
-    for anything else."""
+    """Return an object, or parse one from a JSON text. Raises UnsupportedError, with `place`, for
+    anything else."""
     value = _parsed(given, place) if isinstance(given, str) else given
     if not isinstance(value, Mapping):
         raise UnsupportedError(f"{place} holds {_kind(value)}, expected an object with fields")
@@ -157,19 +158,19 @@ def _kind(value: Any) -> str:
 
 
 def as_objects(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose tool calls have their arguments as objects."""
+    """Return messages in which the arguments of tool calls are objects."""
     return _changed(messages, lambda own: _arguments(own) if isinstance(own, str) else own)
 
 
 def as_json(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose tool calls have their arguments as JSON in texts."""
+    """Return messages in which the arguments of tool calls are JSON texts."""
     return _changed(
         messages, lambda own: own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
     )
 
 
 def as_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose contents are lists of parts."""
+    """Return messages in which each content is a list of parts."""
     return [
         {**m, CONTENT: [{"type": "text", "text": m[CONTENT]}]}
         if isinstance(m.get(CONTENT), str)
@@ -179,7 +180,7 @@ def as_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose contents are texts: parts of text are joined."""
+    """Return messages in which each content is a text: the joined texts of its parts."""
     return [
         {**m, CONTENT: "".join(part["text"] for part in m[CONTENT])}
         if isinstance(m.get(CONTENT), list) and all(map(_holds_text, m[CONTENT]))
@@ -189,20 +190,20 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_marks(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with a numbered placeholder for each text and for each call's arguments."""
+    """Return messages with numbered placeholders for texts and for arguments of tool calls."""
     numbers: Iterator[int] = count()
 
-    def content(own: Any) -> Any:
-        if isinstance(own, str):
-            return _mark(numbers) if own else own
-        if isinstance(own, list):
-            keys = ((part, _text_key(part)) for part in own)
+    def content(value: Any) -> Any:
+        if isinstance(value, str):
+            return _mark(numbers) if value else value
+        if isinstance(value, list):
+            keys = ((part, _text_key(part)) for part in value)
             return [part if key is None else {**part, key: _mark(numbers)} for part, key in keys]
-        return own
+        return value
 
-    def arguments(own: Any) -> Any:
+    def arguments(value: Any) -> Any:
         found = {"x": _mark(numbers)}
-        return json.dumps(found) if isinstance(own, str) else found
+        return json.dumps(found) if isinstance(value, str) else found
 
     marked = [{**m, CONTENT: content(m[CONTENT])} if CONTENT in m else m for m in messages]
     return _changed(marked, arguments)
@@ -213,13 +214,13 @@ def _mark(numbers: Iterator[int]) -> str:
 
 
 def find_marks(text: str) -> set[int] | None:
-    """Return the numbers of the placeholders in a rendered text; None if one is part of code."""
+    """Return the numbers of the placeholders in a rendered text; None if one stands within code."""
     numbers = {int(number) for number in _WRITTEN.findall(text.lower())}
     return None if _CODE.search(text.lower()) else numbers
 
 
 def marks_in(value: Any) -> set[int]:
-    """Return the numbers of the placeholders in messages, or in a part of one."""
+    """Return the numbers of the placeholders that messages, or a part of a message, contain."""
     return {int(number) for number in _WRITTEN.findall(repr(value))}
 
 
@@ -228,7 +229,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _text_key(part: Any) -> str | None:
-    """Return the key of a content part that holds its text; None if it has none."""
+    """Return the key that holds the text of a part of a message; None if the part has no text."""
     key = part.get("type") if _is_part(part) else None
     return key if isinstance(key, str) and isinstance(part.get(key), str) else None
 
@@ -238,7 +239,7 @@ def _holds_text(part: Any) -> bool:
 
 
 def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """Return messages with `change` applied to the arguments of each tool call."""
+    """Return messages with the arguments of each tool call replaced by `change` of them."""
 
     def of(call: Any) -> Any:
         if isinstance(call, Mapping) and "function" in call:
@@ -268,7 +269,7 @@ _MOMENTS = (time(0, 0, 0), time(13, 14, 15, 161718))
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """A tokenizer's chat templates, without and with tools; often they are the same."""
+    """A tokenizer's chat template, and the one for conversations with tools (often the same)."""
 
     inner: PreTrainedTokenizerBase
     default: str
@@ -276,13 +277,13 @@ class Templates:
     day: date
 
     def listing(self) -> list[object]:
-        """Return JSON values that change with the template's text, and with the day if it may write
-        it."""
+        """Return JSON values that change with the templates' texts, and with the day if they may
+        write it."""
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
         return [*digests, str(self.day) if self.dated() else None]
 
     def dated(self) -> bool:
-        """Return whether a template may write the day."""
+        """Return whether a template may write the current day into its text."""
         return _CLOCK in self.default + self.tool_use
 
     def marks(self, tools: Any) -> bool:
@@ -290,7 +291,7 @@ class Templates:
         return _MARKS.search(self.choose(tools)) is not None
 
     def choose(self, tools: Any) -> str:
-        """Return the template for these tools or none, as transformers' `get_chat_template`."""
+        """Return the template to use with these tools (None: no tools), as transformers would."""
         return self.default if tools is None else self.tool_use
 
     def write(
@@ -316,9 +317,9 @@ class Templates:
     def write_marked(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Render a conversation, and return the text and the spans that the template marks. The
-        library's own way from spans to tokens loses turns that begin or end with white space, if
-        the tokenizer leaves that out of its offsets."""
+        """Render a conversation. Return the text and the spans that the template marks as the
+        model's. transformers' own way from spans to tokens loses turns that begin or end with white
+        space, if the tokenizer leaves that out of its offsets."""
         template, write = self.choose(tools), cast(Any, chat_template_utils.render_jinja_template)
         with _settled(template, self.day):
             (text,), (spans,) = write(
@@ -333,7 +334,7 @@ class Templates:
     def suit(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> Sequence[Message]:
-        """Return a conversation in the form that the template can render in full.
+        """Return a conversation converted such that the template can render all of it.
 
         Contents may be texts or parts; arguments of calls may be objects or JSON in texts. Forms
         are tried with placeholders in the messages: in a suitable form the template writes every
@@ -369,8 +370,8 @@ class Templates:
     def _refuse_unwritten(
         self, probe: Sequence[Message], shown: set[int], tools: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Refuse a message that the template does not write in full; `shown` are the placeholders
-        that it writes. It may omit parts of the model's earlier turns, such as thoughts."""
+        """Refuse a message that the template does not write in full, given the placeholders that it
+        writes, `shown`. It may omit parts of the model's earlier turns, such as thoughts."""
         for number, message in enumerate(probe, start=1):
             left = marks_in(message) - shown
             if left and message["role"] == "assistant" and number < len(probe):
@@ -388,7 +389,7 @@ class Templates:
 
 @contextmanager
 def _settled(template: str, day: date) -> Iterator[None]:
-    """Inside the block, make the template's text reproducible: a fixed day, no random text."""
+    """Make rendering in the block reproducible: a fixed day, and no random text."""
     environment: Any = chat_template_utils._compile_jinja_template(template).environment
     names, filters = environment.globals, environment.filters
     before = names[_CLOCK], names["lipsum"], filters["random"]

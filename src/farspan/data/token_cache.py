@@ -81,12 +81,12 @@ Watch = Callable[[int, int, HowFar], None]
 
 
 def unwatched(documents: int, tokens: int, read: HowFar) -> None:
-    """Ignore the progress; a `Watch`."""
+    """Do nothing with a progress report: the default of `watch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Ids that end trained turns, and the number of documents with an end sign inside a turn."""
+    """Counts of the ids that end trained turns, and of documents with such an id inside a turn."""
 
     number: int = 0
     last: tuple[tuple[int, int], ...] = ()  # (id, turns that end in it), the most frequent first
@@ -115,8 +115,8 @@ class TokenStore:
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens [start, stop), and which of them are trained. Raises UnsupportedError if
-        they are damaged and cannot be rebuilt."""
+        """Return tokens [start, stop), and which of them are trained (None: all). Raises
+        UnsupportedError if their file is damaged and cannot be rebuilt."""
         whole = self.check(start, stop) or self
         span = slice(start, stop)
         return whole.tokens[span], None if whole.trained is None else whole.trained[span]
@@ -125,7 +125,7 @@ class TokenStore:
         return len(self.starts) - 1
 
     def longest(self) -> int:
-        """Return the tokens of the longest document, or of the longest answer in pairs."""
+        """Return the number of tokens of the longest document or, in pairs, the longest answer."""
         if self.middles is None:
             return int(np.diff(self.starts).max())
         firsts, seconds = self.middles - self.starts[:-1], self.starts[1:] - self.middles
@@ -136,18 +136,18 @@ class TokenStore:
         return len(self.tokens) if self.trained is None else int(self.trained.sum())
 
     def place_of(self, token: int) -> str:
-        """Return where the document that contains a token was read."""
+        """Return the file (and line) of the document to which a token of the store belongs."""
         return self.name(int(np.searchsorted(self.starts, token, side="right")) - 1)
 
     def name(self, document: int) -> str:
-        """Return where a document was read: a file, or a file and a line."""
+        """Return the file (and line) of a document, given its number in the store."""
         file, line = (int(number) for number in self.origins[document])
         return f"{self.names[file]}:{line}" if line else self.names[file]
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """A mapped file and the digests of its blocks; each block is checked once."""
+    """A memory-mapped file and the digests of its blocks, each of which is checked once."""
 
     data: np.ndarray  # [bytes] uint8, mapped
     digests: np.ndarray  # [blocks, _DIGEST] uint8
@@ -165,7 +165,7 @@ class _Blocks:
 
 
 class Useless(UnsupportedError):
-    """No document has anything to train. An error, except for later windows of a stream."""
+    """No document has a token to train: an error, except in later windows of a stream."""
 
 
 class _Damaged(Exception):
@@ -181,8 +181,8 @@ def open_store(
     ignore: Collection[str] = (),
 ) -> TokenStore:
     """Return the tokenized documents of `source`: from the cache, or tokenized now and written to
-    it. `form` reads the records without the fields `ignore`. A damaged folder is written anew, with
-    a warning in the log.
+    the cache. `form` reads the records, without the fields `ignore`. A damaged folder is written
+    anew, with a warning in the log.
 
     Raises UnsupportedError if a document cannot be read, if there is no text at all, if the cache
     cannot be written, or if another user owns it or may write there.
@@ -220,7 +220,7 @@ def open_store(
 
 
 def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collection[str]) -> str:
-    """Return the name of a store's folder: a digest of everything that may change its tokens."""
+    """Return the name of a store's folder: a digest of all that decides which tokens it has."""
     table = [[*map(list, READ.values())], sorted(HARMLESS_NAMES), HARMLESS_ENDINGS]
     fields = [form.listing(), sorted(ignore), table]
     listing = [_FORMAT, tokenizer.identity(), fields, source.listing()]
@@ -228,8 +228,8 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Open a store's folder, and first call `write` if it is missing or damaged. If `whole`, every
-    token is checked. Raises UnsupportedError."""
+    """Read a store from its folder, after calling `write` if it is missing or damaged. If `whole`,
+    check every token. Raises UnsupportedError."""
     if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a read-only disk
         with suppress(_Damaged):
             return _read(folder, whole)
@@ -253,8 +253,8 @@ def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenSt
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[None]:
-    """Lock a name in a cache folder against other processes, inside the block. The folder is made
-    private to this user. Raises UnsupportedError if it cannot be written."""
+    """Hold a lock on `name` in a cache folder during the block, against other processes. The folder
+    is made private to this user. Raises UnsupportedError if it cannot be written."""
     try:
         private_folder(folder)
         # Open neither a link to another file nor a pipe without a reader.
@@ -354,7 +354,7 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Yield a file's digests, one per block. It is read: mapped pages would stay in memory."""
+    """Yield the digest of each block of a file. Reads it: mapped pages would stay in memory."""
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):
             yield _digest(np.frombuffer(block, np.uint8), 0)
@@ -374,7 +374,7 @@ def _seal(folder: Path, meta: dict[str, Any], digests: np.ndarray) -> str:
 def _fill(
     folder: Path, source: Source, fields: Fields, tokenizer: Tokenizer, watch: Watch
 ) -> dict[str, Any]:
-    """Tokenize the documents into files of arrays, and return the facts for meta.json."""
+    """Tokenize the documents, write the store's arrays, and return the content of meta.json."""
     form, read = fields.form, False
     narrow = tokenizer.size() <= 1 << 16 and not form.any_ids
     paired, began = isinstance(form, PreferenceForm), time.monotonic()
@@ -418,7 +418,7 @@ def _fill(
 
 @dataclass(slots=True)
 class _Table:
-    """The files of a store while documents are tokenized, and facts about the tokens so far."""
+    """Files of a store that is being written, and facts about the tokens written so far."""
 
     tokens: "_Column"
     masks: "_Column | None"
@@ -433,8 +433,7 @@ class _Table:
     any_trained: bool = False
 
     def add(self, document: Document, content: OneContent, parts: Parts) -> Iterator[int]:
-        """Append a document's tokens; between its parts, yield the number of tokens written so
-        far."""
+        """Append a document's tokens. Yield, between parts of a long text, the tokens so far."""
         size = 0
         for encoded in parts:
             if self.paired and not encoded.trained[1:].any():
@@ -463,7 +462,7 @@ class _Table:
 
 @dataclass(slots=True)
 class _TurnCounter:
-    """Counts which ids end trained turns, and documents with an end sign inside a turn."""
+    """Counter of the ids that end trained turns, and of documents with such an id inside a turn."""
 
     ends: list[int]  # ids that stop generation
     has_turns: bool
@@ -473,7 +472,7 @@ class _TurnCounter:
     _closed: bool = False  # its latest id stops generation
 
     def add(self, content: "OneContent", encoded: Encoded, first: bool) -> None:
-        """Count a document, or a part of one; if not `first`, it continues the last document."""
+        """Count a document or its first part; if not `first`, a later part of the same document."""
         if isinstance(content, Encoded):
             return
         ends = np.isin(encoded.ids, self.ends)
@@ -507,7 +506,7 @@ def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: b
 
 
 class _Column:
-    """A one-dimensional .npy file to which values are appended."""
+    """A one-dimensional .npy file that grows by appended values."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._file = path.open("wb")
@@ -519,7 +518,7 @@ class _Column:
         return self
 
     def append(self, values: np.ndarray) -> bytes:
-        """Append values, and return their bytes."""
+        """Append values to the file, and return their bytes."""
         data = values.astype(self._dtype).tobytes()
         self._file.write(data)
         self._length += len(values)
@@ -531,7 +530,7 @@ class _Column:
             self._header()
 
     def _header(self) -> None:
-        """Write the header, which numpy pads, so that a longer length fits into the same bytes."""
+        """Write the .npy header, which numpy pads so that a larger length needs no more bytes."""
         descr = np.lib.format.dtype_to_descr(self._dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -540,14 +539,14 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Documents to tokenize in one call."""
+    """Documents that the tokenizer takes in one call."""
 
     documents: list[Document]
     contents: list[OneContent]
     masked: bool
 
     def is_unlike(self, content: OneContent) -> bool:
-        """Return whether a text must be tokenized in a call of its own."""
+        """Return whether a document must be tokenized in another call than this batch."""
         first = self.contents[0] if self.contents else content
         long = isinstance(first, LongText) or isinstance(content, LongText)
         alike = getattr(first, "bare", None) == getattr(content, "bare", None)
@@ -572,7 +571,7 @@ class _Batch:
 
 
 def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
-    """Yield the documents that are not empty, in batches of about a million characters."""
+    """Yield batches of about a million characters of documents, without the empty ones."""
     batch, size = _Batch([], [], form.masked), 0
     with reading(form) as read:
         for document in documents:
@@ -593,7 +592,7 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
 
 
 def _read_text(document: Document, form: Form) -> Written | LongText | None:
-    """Return a plain text file's document; such files may be mixed with any form but pairs."""
+    """Return the document of a plain text file, which any form but that of pairs can read."""
     if isinstance(form, PreferenceForm):
         raise UnsupportedError(
             f"data.path: {document.place} is plain text, without two answers to compare; give a "
@@ -606,7 +605,7 @@ def _read_text(document: Document, form: Form) -> Written | LongText | None:
 
 
 def _divide(content: Written) -> Written | LongText:
-    """Return a long text as parts of at most `PART` characters."""
+    """Divide a long text into parts of at most `PART` characters."""
     text = content.text
     if len(text) <= 2 * PART:
         return content
@@ -631,8 +630,8 @@ Read = Callable[[Document], Content]
 
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
-    """Return a function that reads records by `form`. If the form renders a template, a child
-    process does it. It raises UnsupportedError at a record that needs over CPU_SECONDS or
+    """Return a function that reads records by `form`, in a child process if the form renders a
+    template. Then it raises UnsupportedError at a record that takes more than CPU_SECONDS or
     MEMORY."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):
@@ -686,7 +685,7 @@ def _ask(child: int, pipe: Connection, document: Document) -> Content:
 
 
 def _serve(read: Read, pipe: Connection) -> None:
-    """Answer requests in the child process until the parent closes its end of the pipe."""
+    """Read records for the parent process until the parent closes its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)  # SIGPROF then ends the process

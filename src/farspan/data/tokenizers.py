@@ -24,7 +24,7 @@ TEXT = "text"  # field of a document that has only text
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A record's fields, and where it was read. `line` counts from 1; 0: the whole file."""
+    """A record's fields, and where the record was read. `line` counts from 1; 0: the whole file."""
 
     file: int  # index into the source's `names`
     line: int
@@ -33,10 +33,10 @@ class Document:
 
 
 class Source(Protocol):
-    """Documents in a fixed order, read one after the other."""
+    """Documents in a fixed order, which are read one by one."""
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the files or the data set from which the documents are read."""
+        """Return the names of the files, or of the data set, that contain the documents."""
 
     def listing(self) -> list[list[object]]:
         """Return JSON values that change whenever the documents may have changed."""
@@ -56,7 +56,7 @@ class HowFar:
     seconds: float = 0.0  # since reading began
 
     def fraction(self) -> float:
-        """Return the share of the source that has been read."""
+        """Return the share of the source that has been read, from 0 to 1."""
         return min(1.0, self.done / max(1, self.total))
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class HowFar:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A document as text. `trained` are spans of its characters to train; None: all."""
+    """A document as text. `trained` are the spans of characters to train; None: all."""
 
     text: str
     trained: tuple[tuple[int, int], ...] | None = None
@@ -93,7 +93,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A text too long to be in memory as a whole; all of it is trained."""
+    """A text too long to hold in memory, which is read in parts; all of it is trained."""
 
     parts: Callable[[], Iterator[str]]  # read anew each time
 
@@ -110,8 +110,8 @@ Content = LongText | Written | tuple[Written, Written] | tuple[Encoded, ...] | N
 
 
 class Form(Protocol):
-    """Reads records of one format as documents to train on. The defaults are those of forms without
-    messages whose field names are fixed."""
+    """Interface of a form: the reader of records of one format. Defaults suit formats without
+    messages and with fixed field names."""
 
     any_ids: ClassVar[bool] = False  # ids may be beyond the tokenizer's vocabulary
 
@@ -129,22 +129,22 @@ class Form(Protocol):
         """True if some tokens may not be trained."""
 
     def key(self, column: str) -> str:  # noqa: ARG002
-        """Return the key of the run file with which the user names another field for this one."""
+        """Return the run file's key that sets the name of this field, for errors."""
         return "data.format"
 
     def listing(self) -> list[object]:
-        """Return JSON values that change whenever the same record may be read differently."""
+        """Return JSON values that change if records may be read differently."""
 
     def reads(self, document: Document) -> Collection[str]:
-        """Return the fields that are read of this record, if it has them."""
+        """Return the fields that the form uses of this record, if the record has them."""
 
     def reads_key(self, key: str) -> bool:  # noqa: ARG002
-        """Return whether this key of a message is read."""
+        """Return whether the form uses this key of messages."""
         return False
 
     def read(self, document: Document) -> Content:
-        """Read a record: return None if it is blank, two documents for a pair of answers. Raises
-        UnsupportedError with the document's place and the field."""
+        """Return a record as text or ids to train on: None if it is blank, two documents for a pair
+        of answers. Raises UnsupportedError with the record's place and the field."""
 
 
 _WORD_ENDS = re.compile(r"(?<=\S)(?=\s)")
@@ -156,40 +156,40 @@ _END = "<end>"  # its text when tokens are shown
 
 
 class Tokenizer(Protocol):
-    """Turns documents into token ids, with an end token after each if the vocabulary has one."""
+    """Interface of tokenizers, which put an end token after each document if they have one."""
 
     def size(self) -> int:
-        """Return a number above all token ids."""
+        """Return a number above all token ids that the tokenizer gives."""
 
     def identity(self) -> str:
-        """Return a text that differs if any text may get other ids."""
+        """Return a text that is different for tokenizers that may give a text different ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, int64."""
+        """Return the ids of each document's text, int64."""
 
     def encode_parts(self, parts: Iterator[str]) -> Iterator[np.ndarray]:
-        """Yield the ids, int64, that `encode` gives for the whole text of these parts."""
+        """Yield the ids, int64, that `encode` would give for the parts joined to one text."""
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
-        """Return the ids of each document, and for each id whether it contains a trained character.
-        A token that only ends a document is trained."""
+        """Return each document's ids, with a flag for each id that contains a trained character. A
+        token that only ends a document is trained."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids; special tokens appear as signs such as `<end>`."""
+        """Return the text of ids. Special tokens have a text such as `<end>`."""
 
     def signs(self) -> frozenset[int]:
-        """Return the ids of special tokens: ends, beginnings, and unknown tokens."""
+        """Return the ids of special tokens: for beginnings, ends and unknown text."""
 
     def ends(self) -> frozenset[int]:
-        """Return the ids that stop generation."""
+        """Return the ids after which generation stops."""
 
     def save(self, folder: Path) -> None:
-        """Write the files from which this tokenizer can be loaded again, if it has any."""
+        """Write the files from which the tokenizer can be loaded, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """Tokenizes text as UTF-8 bytes: 256 ids, and one that ends a document."""
+    """Tokenizer of UTF-8 bytes: 256 ids, and one more that ends a document."""
 
     def size(self) -> int:
         return END_OF_DOCUMENT + 1
@@ -252,8 +252,8 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HubTokenizer:
-    """Tokenizes by a Hugging Face tokenizer, with its special tokens and its end of sequence after
-    each document. `others`: further ids that stop generation, from the `generation_config`."""
+    """A Hugging Face tokenizer, with its special tokens, and its end of sequence after each
+    document. `others`: further ids that stop generation, from the `generation_config`."""
 
     inner: PreTrainedTokenizerBase
     others: frozenset[int] = frozenset()
@@ -293,7 +293,7 @@ class HubTokenizer:
         return ids
 
     def _cut(self, text: str) -> int:
-        """Return where a text can be cut, near its end, without changing the ids; 0 if nowhere.
+        """Return where, near its end, a text can be cut without changing ids; 0 if nowhere.
 
         Most tokenizers have separate ids for words and lines. Those that put a sign before each
         text, or merge across words, give a part other ids, which the comparison detects.
@@ -338,7 +338,7 @@ class HubTokenizer:
         return self.others | ({self.inner.eos_token_id} - {None})
 
     def stops(self) -> tuple[str, ...]:
-        """Return the texts of the tokens that stop generation."""
+        """Return the texts of the tokens after which generation stops."""
         texts = {self.decode(np.asarray([number])) for number in self.ends()}
         return tuple(sorted(text for text in texts if text.strip()))
 
@@ -351,12 +351,12 @@ class HubTokenizer:
         return tuple(sorted({*added, *inner.all_special_tokens} - others))
 
     def _doubled(self, row: list[int]) -> int:
-        """Return 1 if a text itself begins with the token that the tokenizer puts first, else 0."""
+        """Return 1 if a text begins with the token that the tokenizer adds before it, else 0."""
         begin = self.inner.bos_token_id
         return int(begin is not None and row[:2] == [begin, begin] and self._begins() == begin)
 
     def _begins(self) -> int | None:
-        """Return the id that the tokenizer puts before every text; None if it puts none."""
+        """Return the id of the token that the tokenizer puts before each text; None if none."""
         alone: list[int] = self.inner("", verbose=False)["input_ids"]
         return alone[0] if alone else None
 
@@ -388,8 +388,8 @@ class HubTokenizer:
 
 
 def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
-    """Return the ids that stop generation, from a model's `generation_config.json` or else
-    `config.json`.
+    """Return the ids that stop generation, from a model's `generation_config.json` or, without that
+    file, `config.json`.
 
     Args:
         model: A folder, or a name on the hub.
@@ -416,8 +416,8 @@ _PROBE = "The 2nd  word,\n\tthen: naïve café №7 (x_1 != y) 漢字 🙂"
 
 
 def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Return whether transformers loads a tokenizer that was saved in a model's folder as this
-    tokenizer. For some model types it uses their own class, whatever the files say."""
+    """Return whether transformers would load a tokenizer saved in a model's folder as this
+    tokenizer. For some model types it uses a class of its own, whatever the files say."""
     try:
         loaded = load_tokenizer(str(folder))
     except UnsupportedError:
@@ -431,8 +431,8 @@ _FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
 def _refuse_huge_files(folder: Path) -> None:
-    """Raise UnsupportedError if files that load a tokenizer are too large to read. The library also
-    reads a model's configuration, for the class of its tokenizer."""
+    """Raise UnsupportedError if the files from which a tokenizer is loaded are too large. The
+    library also reads a model's configuration, for the class of its tokenizer."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
             raise UnsupportedError(

@@ -38,8 +38,8 @@ LICENCE = "uplot/LICENSE"
 
 
 def html_page(title: str, data: Mapping[str, Any], script: str) -> str:
-    """Return a whole HTML page; `script` is the file of `page/` that draws `data`. No text in
-    `data` can end the script element that contains it."""
+    """Return an HTML page in which `script`, a file of `page/`, draws `data`. No text in `data` can
+    end the script element that contains it."""
     styles = "\n".join(f"<style>{_asset(name)}</style>" for name in STYLES)
     scripts = "\n".join(f"<script>{_asset(name)}</script>" for name in (*SCRIPTS, script))
     return f"""<!doctype html>
@@ -66,14 +66,14 @@ def html_page(title: str, data: Mapping[str, Any], script: str) -> str:
 
 
 def page_json(data: Any) -> str:
-    """Return data as JSON for a script element. It contains no `<`, so neither an end of the
-    element nor a comment can begin inside it."""
+    """Return data as JSON for a script element. The text contains no `<`, so that neither an end of
+    the element nor a comment can begin inside it."""
     text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _finite(value: Any) -> Any:
-    """Replace not-a-number and infinities, which JSON cannot express, by None."""
+    """Replace NaN and infinities by None, since JSON has no such numbers."""
     match value:
         case float():
             return value if math.isfinite(value) else None
@@ -87,7 +87,7 @@ def _finite(value: Any) -> Any:
 
 @cache
 def _asset(name: str) -> str:
-    """Return the text of a file in `page/`, which must not end the element that contains it."""
+    """Return the text of a file in `page/`. It must not contain the end of an HTML element."""
     text = (files("farspan.report") / "page" / name).read_text(encoding="utf-8")
     assert not any(end in text for end in ("</script", "</style", "-->")), name
     return text

@@ -84,7 +84,7 @@ LANES = {
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Return all details of a plan as tables: verdict, bytes, seconds, schedule, runners-up."""
+    """Return all about a plan as tables: verdict, bytes, seconds, schedule, runners-up."""
     near = plan.question.near()
     parts: list[RenderableType] = [
         verdict(plan),
@@ -116,21 +116,21 @@ BOUND = {
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the answer about a plan as plain text."""
+    """Return the short answer about a plan as plain text."""
     return "\n".join(answer_lines(plan))
 
 
 def answer_view(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> Text:
-    """Return the answer about a plan for a terminal, with the verdict in green or red."""
+    """Return the short answer about a plan for a terminal, with the verdict in green or red."""
     text = Text("\n".join(answer_lines(plan, room, run_file)), no_wrap=True, overflow="ignore")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     return text
 
 
 def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> list[str]:
-    """Return the answer about a plan in at most `room` lines of 80 columns: whether it fits and
-    how, else which memory is short and which changes help. If the lines do not suffice, smaller
-    causes are summed up first, then the last words are dropped."""
+    """Return the short answer about a plan in at most `room` lines of 80 columns: if it fits, how;
+    else which memory is too small and which changes help. To save lines, smaller causes are summed
+    up first, then the last sentences dropped."""
     head = [*_folded(answer(plan)), *_folded(subject(plan)), ""]
     end, said, lines = ["", ALL], list(_change_parts(plan)), head
     if plan.fits:
@@ -147,7 +147,7 @@ def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> lis
 
 
 def _fitting_lines(plan: Plan, run_file: str) -> Iterator[str]:
-    """Yield the lines about a plan that fits, the most important first."""
+    """Yield sentences about a plan that fits, the most important first."""
     yield _step_words(plan)
     yield _schedule_sentence(plan)
     yield f"runners-up: {_runners_up(plan)}" if plan.alternatives else ""
@@ -156,14 +156,14 @@ def _fitting_lines(plan: Plan, run_file: str) -> Iterator[str]:
 
 
 def answer(plan: Plan) -> str:
-    """Say whether a plan fits, where weights and optimizer states live, and the step time."""
+    """Say whether a plan fits, where weights and optimizer states live, and a step's time."""
     if not plan.fits:
         return f"{FITTING[plan.fit]}: {short_words(plan)}"
     return f"{FITTING[plan.fit]}: {chosen_words(plan)}"
 
 
 def short_words(plan: Plan) -> str:
-    """Name the memory tiers that are too small, and the bytes that each lacks."""
+    """Name the memories that are too small for a plan, with the missing bytes."""
     if plan.question.machine.unified:
         return f"lacks {write_bytes(-fuller(plan)[1].left)} of memory"
     tiers = (("device", plan.device), ("main", plan.host))
@@ -176,7 +176,8 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Yield the bytes and the `most` largest causes of each tier, or of each too small one."""
+    """Yield each memory's bytes and largest causes, `most` for device and host; for a plan that
+    does not fit, only of the memories that are too small."""
     tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
         tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
@@ -186,7 +187,7 @@ def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
 
 
 def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
-    """Return a line with a tier's total, and lines with its causes, the largest first."""
+    """Return a line with the bytes of one memory, and lines with its causes, the largest first."""
     parts = sorted((part for part in budget.parts.items() if part[1]), key=lambda part: -part[1])
     rows = [(part_words(name), size) for name, size in parts]
     if len(rows) > most:
@@ -224,7 +225,7 @@ def _runners_up(plan: Plan) -> str:
 
 
 def _change_parts(plan: Plan) -> Iterator[list[str]]:
-    """Yield the lines of text about each of the cheapest changes."""
+    """Yield the lines about each of the cheapest changes that make a plan fit."""
     if not plan.remedies:
         yield ["", *_folded(f"changes: {NOTHING_HELPS}; use fewer tokens, or larger GPUs")]
     for place, change in enumerate(change_words(plan)):
@@ -233,7 +234,7 @@ def _change_parts(plan: Plan) -> Iterator[list[str]]:
 
 
 def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
-    """Yield a line per cheap change that makes a plan fit: its step time, and its results."""
+    """Yield a line per cheap change that makes a plan fit: its step time, and its effects."""
     for remedy in plan.remedies[:most]:
         gives = f"{write_seconds(remedy.seconds)} a step" if remedy.seconds else ""
         results = "the same results" if remedy.same else "other results"
@@ -264,7 +265,7 @@ def chosen_words(plan: Plan) -> str:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """Return a line with the memory that a plan leaves free, and a warning if the plan is tight."""
+    """Return a line with the memory that a plan leaves free, and a warning if little is left."""
     lines = [f"{_spare(plan.device)} on the device, {_spare(plan.host)} on the host"]
     if plan.question.machine.unified:
         lines = [f"{_spare(plan.device)} in the memory that device and host share"]
@@ -272,7 +273,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def tight_words(plan: Plan) -> str:
-    """Return the warning that less memory than the margin stays free, and the margin's reason."""
+    """Return the warning that a plan leaves less memory free than the margin, and its reason."""
     margin, machine = plan.question.margin, plan.question.machine
     if not machine.unified and plan.device.left < margin.device:
         size, what, left = margin.device, "of a device", plan.device.left
@@ -287,7 +288,7 @@ def tight_words(plan: Plan) -> str:
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Yield notes that a user of the plan has to know before training."""
+    """Yield notes on a plan for users to read before training."""
     question = plan.question
     if question.machine.name in names() and (note := read(question.machine.name).note):
         yield note
@@ -324,7 +325,7 @@ ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
 
 
 def _drive_wear(question: Question) -> str:
-    """Describe the seconds and the share of a drive's endurance that each update takes."""
+    """Describe what each update takes of a drive: seconds, and a share of its endurance."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
         f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s at "
@@ -335,7 +336,7 @@ def _drive_wear(question: Question) -> str:
 
 
 def drive_json(question: Question) -> dict[str, Any]:
-    """Return the drive's time and wear per update for JSON; empty if no states are on a drive."""
+    """Return a drive's time and wear per update for JSON; empty if no states are on a drive."""
     size = drive_bytes(question) * question.near()
     if not size:
         return {}
@@ -353,7 +354,7 @@ PLACES = {
 
 
 def loss_words(plan: Plan) -> Iterator[str]:
-    """Describe what a loss of log-probabilities, and its reference model, cost per step."""
+    """Describe what a loss of log-probabilities, and its reference model, cost in each step."""
     loss = plan.question.loss
     if not loss.is_cut:
         return
@@ -378,7 +379,7 @@ def loss_words(plan: Plan) -> Iterator[str]:
 
 
 def loss_json(plan: Plan) -> dict[str, Any]:
-    """Return the seconds per step in one pass, with log-probabilities, and with a reference."""
+    """Return a step's seconds in one pass, with log-probabilities, and with a reference model."""
     if not plan.question.loss.is_cut:
         return {}
     one, cut, whole = loss_seconds(plan)
@@ -387,7 +388,7 @@ def loss_json(plan: Plan) -> dict[str, Any]:
 
 
 def _quantisation_note(question: Question) -> Iterator[str]:
-    """Warn if 4-bit quantisation saves less than half of the bytes of the weights."""
+    """Warn if 4-bit quantisation saves less than half of the weights' bytes."""
     model = question.model
     plain = model.parameters * model.element_bytes
     packed = plain - sum(layer.work.packed for layer in model.layers)
@@ -401,7 +402,7 @@ def _quantisation_note(question: Question) -> Iterator[str]:
 
 
 def subject(plan: Plan) -> str:
-    """Describe in one line what a plan is for: model, tokens, devices, optimizer."""
+    """Describe in a line what is planned: model, tokens, devices and optimizer."""
     question = plan.question
     run, attention = question.run, ""
     if question.sparse is not None:
@@ -423,7 +424,7 @@ def subject(plan: Plan) -> str:
 
 
 def devices_words(question: Question) -> str:
-    """Return the number and kind of the devices, and how they share the step."""
+    """Return the number and type of the devices, and how they share a step."""
     layout = question.layout
     devices = f"{layout.devices()} x {question.machine.name}"
     return f"{devices} ({layout_words(layout)})" if layout.devices() > 1 else devices
@@ -434,7 +435,7 @@ def _spare(budget: Budget) -> str:
 
 
 def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
-    """Return a table of a tier's bytes by cause, the largest first, with bars for shares."""
+    """Return a table of one memory's bytes by cause, the largest first, with bars for shares."""
     used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
     used += f", {write_bytes(reserve)} in reserve" if reserve else ""
     whole = max(budget.limit, budget.total)
@@ -444,7 +445,7 @@ def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
 
 
 def seconds_table(plan: Plan) -> RenderableType:
-    """Return a table of a step's time, its compute and copies, tokens per second and MFU."""
+    """Return a table of a step's time: compute and copies, tokens per second and MFU."""
     seconds = plan.seconds
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
     waiting = seconds.exposed(overlap=plan.question.overlap)
@@ -459,7 +460,7 @@ def seconds_table(plan: Plan) -> RenderableType:
 
 
 def schedule_view(plan: Plan) -> RenderableType:
-    """Return the schedule in words and, if the plan fits, the reason it was chosen."""
+    """Return a plan's schedule in words and, if the plan fits, why it was chosen."""
     question, layers = plan.question, most_layers(plan.question)
     of_all = question.model, question.run.tokens, plan.schedule, question.layout
     title = Text("schedule: ")
@@ -475,7 +476,7 @@ def schedule_view(plan: Plan) -> RenderableType:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """Return a table of the plan and its runners-up."""
+    """Return a table that compares a plan with its runners-up."""
     columns = ("strategy", "fits", "step", "device", "host", "chunk", "groups")
     table = lines_table("the choice and its runners-up", *columns, "O kept", "rest kept")
     for other in (plan, *plan.alternatives):
@@ -501,8 +502,8 @@ def contexts_view(
     strategies: Iterable[str],
     max_step: float = math.inf,
 ) -> RenderableType:
-    """Return a table of the longest context per strategy with steps of at most `max_step` seconds.
-    Strategies missing from `plans` fit at no length."""
+    """Return a table of each strategy's longest context with steps of at most `max_step` seconds.
+    Strategies that `plans` lacks fit at no context."""
     header = f"longest context of {question.model.name}, {devices_words(question)}"
     if not math.isinf(max_step):
         header += f", steps of at most {write_seconds(max_step)}"
@@ -531,7 +532,7 @@ def _rate(plan: Plan) -> str:
 
 
 def _share(budget: Budget) -> str:
-    """Return the used share of the tier's limit as text, or the bytes if there is no limit."""
+    """Return the used share of a memory's limit as text; the bytes if there is no limit."""
     if budget.limit <= 0:
         return write_bytes(budget.total)
     return f"{budget.total / budget.limit:.0%}"
@@ -564,7 +565,7 @@ MODES = {
 
 
 def timeline_json(plan: Plan) -> dict[str, Any]:
-    """Return the planned step as a trace for JSON. Times are microseconds."""
+    """Return a planned step as a trace of events for JSON. Times are microseconds."""
     program, planned = step_spans(plan)
     about = {
         "model": plan.question.model.name,
@@ -579,13 +580,13 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 
 
 def spans_json(
-    found: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
+    timed: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
 ) -> dict[str, Any]:
-    """Return planned or measured spans as the trace of one process, with a row for compute and for
-    each kind of copy. It begins at 0, though first copies may run before the recorded start."""
-    found = list(found)
-    early = min((span.start for _, span in found), default=0.0)
-    events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in found]
+    """Return planned or measured spans of time as a process's trace, with a row for compute and for
+    each kind of copy. It begins at 0, though first copies may precede the recorded start."""
+    timed = list(timed)
+    early = min((span.start for _, span in timed), default=0.0)
+    events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in timed]
     rows = [
         {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": {"name": words}}
         for row, words in enumerate(ROWS.values())
@@ -598,7 +599,7 @@ def _later(span: Span, seconds: float) -> Span:
 
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
-    """Return the program of the slowest rank and its spans: when instructions keep compute and
+    """Return the slowest rank's program and its spans: when each instruction keeps compute or
     copies busy, in seconds from the step's start. The update is last, unless it overlaps the next
     step."""
     question = plan.question
@@ -608,7 +609,7 @@ def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
 
 
 def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
-    """Return the planned spans of one rank's program, in seconds from the step's start."""
+    """Return the planned spans of time of a rank's program, in seconds from the step's start."""
     question = plan.question
     prices = Prices(question, program, together=question.overlap)
     beside = update_overlaps(question)
@@ -622,7 +623,7 @@ def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
 
 
 def _serial_spans(prices: Prices) -> Iterator[Span]:
-    """Yield the spans of a step in which nothing overlaps, one after the other."""
+    """Yield the spans of a step without overlap of compute and copies, one after the other."""
     now = 0.0
     for index, instruction in enumerate(prices.program.instructions):
         cost = prices.of(instruction)
@@ -639,8 +640,8 @@ def _serial_spans(prices: Prices) -> Iterator[Span]:
 
 
 def _group_seconds(prices: Prices, instruction: Instruction) -> float:
-    """Return the seconds to gather the weights of a group of layers and to reduce its gradients.
-    The trace shows both where the group closes."""
+    """Return the seconds that collectives take for a group of layers, to gather its weights and to
+    reduce its gradients. The trace shows both where the group closes."""
     if not isinstance(instruction, Close):
         return 0.0
     program = prices.program
@@ -651,7 +652,7 @@ def _group_seconds(prices: Prices, instruction: Instruction) -> float:
 
 
 def _event(program: Program, span: Span, process: int) -> dict[str, Any]:
-    """Return a span as a complete trace event. Start and end are whole nanoseconds, so that
+    """Return a span as an event of the trace format. Start and end are whole nanoseconds, so that
     neighbouring spans meet without overlap."""
     start, end = (round(time * 1e9) for time in (span.start, span.end))
     return {

@@ -71,21 +71,21 @@ Cells = Forward | Backward | Head
 
 @dataclass(frozen=True, slots=True)
 class StepFrames:
-    """A step's instructions divided into frames, of which the page draws one at a time. Frame i
-    ends before instruction `ends[i]`, and the page names instruction `shown[i]` for it."""
+    """A step's instructions divided into the frames that a page draws. Frame i ends before
+    instruction `ends[i]`, and the page names instruction `shown[i]` for it."""
 
     ends: tuple[int, ...]
     shown: tuple[int, ...]
     cells: int  # number of cells in the whole step
 
     def of(self, index: int) -> int:
-        """Return the number of the frame that contains the instruction at `index`."""
+        """Return the number of the frame to which the instruction at `index` belongs."""
         return min(bisect_left(self.ends, index + 1), len(self.ends) - 1)
 
 
 def frames_of(program: Program, most: int, layers: set[int], chunks: set[int]) -> StepFrames:
-    """Divide a program into at most `most` frames with equal numbers of cells. Each frame is
-    represented by its last cell among the given layers and chunks, or by its last cell."""
+    """Divide a program into at most `most` frames with equally many cells. The page names each
+    frame by its last cell among the given layers and chunks, or else by its last cell."""
     instructions = program.instructions
     cells = [index for index, i in enumerate(instructions) if isinstance(i, Cells)]
     count = min(most, len(cells))
@@ -104,7 +104,7 @@ def _is_shown(i: Instruction, layers: set[int], chunks: set[int]) -> bool:
 
 
 def thinned(numbers: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of the numbers, evenly spaced, including the first and the last."""
+    """Return at most `most` evenly spaced numbers of a sequence, with the first and the last."""
     if len(numbers) <= most:
         return list(numbers)
     last = len(numbers) - 1
@@ -134,8 +134,8 @@ def drawn_walk(
     rows: int = ROWS_SHOWN,
     columns: int = COLUMNS_SHOWN,
 ) -> tuple[StepFrames, dict[str, Any]]:
-    """Return a step's frames, and the page's data of the step except its memory. `begins` maps
-    instruction indices to seconds from the step's start; the step takes `end` seconds."""
+    """Return a step's frames, and the page's data about its cells. `begins` has, by index, the
+    second from the step's start at which an instruction begins; the step ends at `end`."""
     groups = [program.groups[group] for group in program.own_groups()]
     layers = thinned(range(groups[0][0], groups[-1][1]), rows)
     chunks = thinned(range(len(program.chunks)), columns)
@@ -150,7 +150,7 @@ def drawn_walk(
 
 
 def _times(at: StepFrames, begins: Mapping[int, float]) -> list[float]:
-    """Return the ascending start times of the frames: instructions are issued before they wait."""
+    """Return the start time of each frame in seconds, never before the previous frame's."""
     starts, now = [], 0.0
     for index in at.shown:
         now = max(now, begins.get(index, now))
@@ -174,8 +174,8 @@ DRAWN = (
 
 @dataclass(frozen=True, slots=True)
 class PageOf:
-    """Plans to draw on one page, and the question that they answer. `plans` are the best plan for a
-    context and its alternatives; `longest` are the plans of longest contexts, by strategy."""
+    """Content of a page: `plans`, the best plan for a context and its alternatives, and `longest`,
+    the plans with the longest contexts, by strategy."""
 
     plans: Sequence[Plan]
     longest: Mapping[str, Plan] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class PageOf:
 
 
 def plan_page(page: PageOf) -> str:
-    """Return the page as HTML. Raises UnsupportedError if there is no plan to show."""
+    """Return a page about plans as HTML. Raises UnsupportedError if there is no plan to show."""
     longest = sorted(
         page.longest.values(), key=lambda plan: (-plan.question.run.tokens, plan.seconds.total)
     )
@@ -222,7 +222,7 @@ def _machine(plan: Plan) -> dict[str, str]:
 
 
 def plan_json(plan: Plan, index: int) -> dict[str, Any]:
-    """Return a plan as data for the page, with numbers of `Plan.to_json`; the first has more."""
+    """Return a plan as data for the page: `Plan.to_json`, and more if it is the `first` plan."""
     question = plan.question
     schedule, layers = stage_schedule(question, plan.schedule), most_layers(question)
     chunks = chunks_of(question.model, question.run.tokens, plan.schedule, question.layout)
@@ -261,7 +261,7 @@ def plan_json(plan: Plan, index: int) -> dict[str, Any]:
 
 
 def _budget(budget: Budget) -> dict[str, Any]:
-    """Return a tier's bytes by cause as data for the page, the largest first."""
+    """Return one memory's bytes by cause as data for the page, the largest first."""
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
     return {
         "total": budget.total,
@@ -274,7 +274,7 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
-    """Return a tier's memory by cause, the lowest in the chart first. A constant cause has its
+    """Return one memory's use by cause, the lowest in the chart first. A constant cause has its
     bytes; a varying one has a value per frame, of its fullest instruction, in `unit` bytes."""
     varying = _of_buffers(program, tier, at)
     unit = max(1, budget.total // LEVELS)
@@ -289,7 +289,7 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
 
 
 def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return the bytes of live buffers by cause, at the fullest instruction of each frame."""
+    """Return the bytes of live buffers by cause, in each frame at the instruction with the most."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
@@ -317,7 +317,7 @@ def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[
 
 
 def _budget_part(buffer: Buffer) -> str:
-    """Return the cause that counts a buffer's bytes, as in `evaluate.arena_parts`."""
+    """Return the cause under which a buffer's bytes count, as in `evaluate.arena_parts`."""
     is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
     return "slots" if is_slot else str(buffer.kind)
 
@@ -335,7 +335,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """Places of the tensors of the cells on the page, updated instruction by instruction."""
+    """Record of the memory that holds each tensor of the page's cells, updated by instruction."""
 
     program: Program
     layers: dict[int, int]  # layer to its row on the page
@@ -379,7 +379,7 @@ class _Grid:
             self.changed.add(_Tensor(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
-        """Note which chunk's tensors a buffer holds, unless it only stages copies (layer < 0)."""
+        """Record that a buffer holds a chunk's tensors, unless it stages copies (layer < 0)."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
             self._hold(name, _Tensor(buffer.kind, buffer.layer if layer is None else layer, chunk))
@@ -397,7 +397,7 @@ class _Grid:
             self.changed.add(cell)
 
     def place(self, kind: Kind, layer: int, chunk: int) -> int:
-        """Return the fastest memory that holds a tensor: 0 none, 1 the host, 2 the device."""
+        """Return the fastest memory that holds a tensor: 2 the device, 1 the host, 0 none."""
         buffers = self.program.buffers
         tiers = (
             buffers[name].tier if name in buffers else Tier.DEVICE
@@ -406,7 +406,7 @@ class _Grid:
         return max((PLACE[tier] for tier in tiers), default=0)
 
     def state(self, layer: int, chunk: int) -> int:
-        """Return a cell's state as bits: two for the place of each tensor, then the phase."""
+        """Return a cell's state as bits: two for each tensor's memory, and above them the phase."""
         bits = (self.place(kind, layer, chunk) << 2 * n for n, kind in enumerate(LEFT))
         return sum(bits) + self.phases.get((layer, chunk), 0)
 
@@ -414,8 +414,8 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the data of the page's drawing by `farspan.walk`: the operation of each frame, and the
-    states of each cell and group input on the page, each with its first frame."""
+    """Return the data of the page's grid of cells (`farspan.walk`): each frame's operation; for
+    each cell and group input its states, each with the first frame that has the state."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]
@@ -452,7 +452,7 @@ def walk_json(
 
 
 def _add_state(states: list[int], frame: int, state: int) -> None:
-    """Add a state that begins in this frame, unless it equals the previous state."""
+    """Append a state that begins in this frame, if it differs from the previous state."""
     if states[1::2][-1:] == [state]:
         return
     if states[-2:-1] == [frame]:
@@ -476,7 +476,7 @@ def _operation(i: Instruction) -> str:
 
 @dataclass(slots=True)
 class _Phase:
-    """Consecutive cells of one group of layers that run in the same direction."""
+    """Consecutive cells of a group of layers that run in one direction."""
 
     group: int
     forward: bool  # all cells run forward for the first time
@@ -508,8 +508,8 @@ def _chunk_order(chunks: list[int]) -> str:
 
 
 def _phases(program: Program, begins: Mapping[int, float], end: float) -> Iterator[list[Any]]:
-    """Yield a row per pass over a group: operation, layers, chunks, start and duration in seconds.
-    Of more than `PHASES` rows the middle ones are joined into one."""
+    """Yield a row for each pass over a group: operation, layers, chunks, start and duration in
+    seconds. The middle ones of more than `PHASES` rows become one row."""
     passes = list(_passes(program, begins))
     ends = [*(phase.begin for phase in passes[1:]), end]
     rows = [phase.row(when) for phase, when in zip(passes, ends, strict=True)]
@@ -549,7 +549,7 @@ def _passes(program: Program, begins: Mapping[int, float]) -> Iterator[_Phase]:
 
 
 def _omitted_words(program: Program, at: StepFrames, rows: int, columns: int) -> str:
-    """Describe which layers, chunks and cells the page leaves out; empty if it shows all."""
+    """Describe which layers, chunks and cells a page leaves out; empty if it shows all."""
     layers = sum(stop - first for first, stop in (program.groups[g] for g in program.own_groups()))
     chunks, parts = len(program.chunks), list[str]()
     if at.cells > len(at.ends):

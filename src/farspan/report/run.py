@@ -51,7 +51,7 @@ REST = "everything else"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Contents of a run folder. A missing file is an empty mapping."""
+    """Contents of a run folder; empty mappings for missing files."""
 
     path: Path
     config: Values
@@ -64,7 +64,7 @@ class RunRecord:
 
     @property
     def steps(self) -> list[Values]:
-        """Lines of metrics.jsonl that are about steps."""
+        """Those lines of metrics.jsonl that report steps."""
         return [line for line in self.metrics if "lr" in line]
 
     @property
@@ -74,14 +74,14 @@ class RunRecord:
 
     @property
     def parts(self) -> list[Values]:
-        """Records of the run's parts (one for each start of the command), the latest last."""
+        """Records of the starts of the run's command (parts of the run), the latest last."""
         parts = self.history.get("parts")
         return [part for part in parts if isinstance(part, dict)] if parts else []
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder, whether its run is finished or under way. Raises UnsupportedError if it is
-    not a run folder, has no finished step, or has a damaged file."""
+    """Read the folder of a finished or unfinished run. Raises UnsupportedError if it is not a run
+    folder, has no finished step, or has a damaged file."""
     path = folder.expanduser()
     if not path.is_dir():
         raise UnsupportedError(f"{folder}: no such folder; give one that farspan train has written")
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _read(path: Path) -> Values:
-    """Return the JSON object in a file, or an empty one if the file does not exist."""
+    """Return the object in a JSON file; {} if the file does not exist."""
     try:
         return parse_object(path.read_bytes()) if os.path.lexists(path) else {}
     except (OSError, ValueError) as error:
@@ -123,14 +123,14 @@ def _config(path: Path) -> Values:
 
 
 def read_about(folder: Path) -> Values:
-    """Return about.json; empty if there is none. Raises UnsupportedError naming the field."""
+    """Return the content of about.json, or {}. Raises UnsupportedError naming the field."""
     kinds = {"device": str, "strategy": str, "parameters": int, "trainable": int}
     return given_json(folder / ABOUT, **kinds, layout=dict, machine=dict, schedule=dict)
 
 
 def read_metrics(path: Path) -> Iterator[Values]:
-    """Yield the lines of metrics.jsonl. The last one may be half written, and is then left out.
-    Raises UnsupportedError naming the line and the field that farspan does not write."""
+    """Yield the lines of metrics.jsonl, without a half-written last line. Raises UnsupportedError,
+    naming the line and the field, for a value that farspan does not write."""
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []
     except OSError as error:
@@ -165,7 +165,7 @@ def _damaged(path: Path, why: object) -> UnsupportedError:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of a run folder into it. Raises UnsupportedError if that fails."""
+    """Write the page about a run into its folder. Raises UnsupportedError if that fails."""
     path = folder / REPORT
     try:
         write_whole(path, run_page([read_run(folder)]).encode("utf-8", "replace"))
@@ -175,7 +175,7 @@ def write_report(folder: Path) -> Path:
 
 
 def run_page(runs: Sequence[RunRecord]) -> str:
-    """Return one HTML page of the runs. Raises UnsupportedError for more than `MOST_RUNS` runs."""
+    """Return an HTML page about several runs. Raises UnsupportedError for more than `MOST_RUNS`."""
     if len(runs) > MOST_RUNS:
         raise UnsupportedError(
             f"a page shows {MOST_RUNS} runs side by side, got {len(runs)}; give fewer"
@@ -186,7 +186,7 @@ def run_page(runs: Sequence[RunRecord]) -> str:
 
 
 def runs_json(runs: Sequence[RunRecord]) -> Values:
-    """Return the page's data of all runs: bytes, seconds, steps as numbers, sentences as text."""
+    """Return a page's data about runs: bytes, seconds and steps as numbers, sentences as text."""
     names = _names([run.path for run in runs])
     return {
         "about": "Values called planned were computed before the run; the others were measured.",
@@ -196,8 +196,8 @@ def runs_json(runs: Sequence[RunRecord]) -> Values:
 
 
 def run_json(run: RunRecord, name: str) -> Values:
-    """Return the data of one run for the page. Raises UnsupportedError, naming the file, for a
-    value whose type this version does not write."""
+    """Return the page's data about one run. Raises UnsupportedError, naming the file, for a value
+    whose type this version does not write."""
     try:
         return _shown(run, name)
     except WRONG as error:
@@ -206,7 +206,7 @@ def run_json(run: RunRecord, name: str) -> Values:
 
 
 def _damaged_file(run: RunRecord) -> Path:
-    """Return the damaged file of a run folder, found by leaving out one after the other."""
+    """Return the damaged file of a run folder: the first without which the page can be made."""
     files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
     for name, file in files.items():
         without: Any = {name: {}}
@@ -237,7 +237,7 @@ def _shown(run: RunRecord, name: str) -> Values:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Name each run by the shortest end of its path that no other run has."""
+    """Return a name for each run: the shortest end of its path that no other run has."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(set(paths)):
@@ -263,7 +263,7 @@ def _status(run: RunRecord) -> str:
 
 
 def _summary(run: RunRecord) -> Values:
-    """Return the main numbers of a run; None for a missing number."""
+    """Return the main numbers of a run by name; None for those that are missing."""
     steps = run.steps
     plain = [line for line in steps if "memory_measured_bytes" not in line] or steps
     held = [line["heldout_loss"] for line in run.metrics if "heldout_loss" in line]
@@ -305,14 +305,14 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number, or None. Run folders store infinity and NaN as text."""
+    """Return a value as a finite number, or None. Run folders store infinity and NaN as text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
 def _curves(run: RunRecord) -> dict[str, Values]:
-    """Return each metric by name as lists of steps and values, evenly thinned to `POINTS` points
-    including the last."""
+    """Return the steps and values of each metric by name, at most `POINTS` of them, evenly spaced
+    and with the last."""
     curves: dict[str, Values] = {}
     for line in run.metrics:
         for name, value in line.items():
@@ -340,8 +340,8 @@ def _part_names(step: Values) -> dict[str, str]:
 
 
 def _seconds(step: Values) -> Values:
-    """Return rows (name, seconds) of planned and measured time within a step, the largest first.
-    The last measured row is the remaining time of the step."""
+    """Return (name, seconds) of the planned and the measured parts of a step's time, the largest
+    first. The last measured one is the rest of the step."""
     table: Values = {"measured": [], "planned": [], **step.get("seconds", {})}
     measured = dict(table.get("parts", {}))
     if measured:
@@ -419,7 +419,7 @@ def _versions(run: RunRecord) -> list[list[str]]:
 
 
 def _command(part: Values) -> Values:
-    """Return the command of a part of the run, its start and end, and its duration in seconds."""
+    """Return the command, start, end and duration (seconds) of one part of a run."""
     started, ended = part.get("started"), part.get("ended")
     took = None
     try:
@@ -443,7 +443,7 @@ def _when(text: object) -> str:
 
 
 def _notes(run: RunRecord) -> Iterator[str]:
-    """Yield sentences about unusual events of a run, and reasons why records are missing."""
+    """Yield sentences about unusual events of a run, and about why records are missing."""
     for line in run.metrics:
         if "out_of_memory" in line:
             yield (
@@ -467,7 +467,7 @@ def _notes(run: RunRecord) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[list[Any]]:
-    """Return a row (key, text per run) for each key that differs between the run files."""
+    """Return (key, one text per run) for each key in which the runs' configurations differ."""
     leaves = [dict(_flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for leaf in leaves for key in leaf)
     rows = [[key, *(_text(leaf.get(key)) for leaf in leaves)] for key in keys if key != "folder"]

@@ -48,7 +48,7 @@ Frames = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """A range of memory that is in use from one moment to another."""
+    """A range of memory in use from one moment of a step to another."""
 
     size: int  # bytes
     born: int  # moments; alive in [born, dies)
@@ -72,8 +72,8 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Return a snapshot of the planned step for the rank with the fullest device, and a note for
-    the user, which says how many instructions each of its moments merges; empty if none."""
+    """Return a snapshot of the planned step, for the rank with the fullest device; and a note for
+    the user, which says how many instructions a moment merges, or is empty."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -109,8 +109,8 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
 
 @dataclass(slots=True)
 class _StepMoments:
-    """Moments of a snapshot, each of which merges several instructions. Their numbers are 0, 2, 4,
-    ...; a cell's transient memory is freed at the odd number after its moment."""
+    """Moments of a snapshot, each of one or more instructions. Their numbers are even; a cell's
+    temporary memory is freed at the odd number after its moment."""
 
     program: Program
     places: list[int] = field(default_factory=list)  # instruction to the number of its moment
@@ -127,11 +127,11 @@ class _StepMoments:
         self.count = -(-done // self.each)
 
     def of(self, index: int) -> int:
-        """Return the number of the moment in which an instruction allocates or frees a buffer."""
+        """Return the moment of an instruction, by the instruction's index."""
         return self.places[index] if index < len(self.places) else NEVER
 
     def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
-        """Yield each moment's number, and its instructions with their indices in the program."""
+        """Yield each moment's number, with its instructions and their indices in the program."""
         group: list[tuple[int, Instruction]] = []
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, Allocate | Free):
@@ -144,7 +144,7 @@ class _StepMoments:
             yield self.places[group[0][0]], group
 
     def times(self, plan: Plan) -> list[int]:
-        """Return by moment number the planned microseconds from the step's start."""
+        """Return the planned times of moments by number, in microseconds from the step's start."""
         first: dict[int, float] = {}
         for span in program_spans(plan, self.program):
             first[span.index] = min(span.start, first.get(span.index, span.start))
@@ -160,7 +160,7 @@ class _StepMoments:
 
 @dataclass(slots=True)
 class _CellMemory:
-    """Planned device memory of cells, outside the arena of buffers, by instruction."""
+    """Planned device memory of cells outside the arena of buffers, instruction by instruction."""
 
     plan: Plan
     walked: evaluate.Walked
@@ -197,7 +197,7 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """Yield the memory blocks that ended in a moment, and add new blocks to `standing`."""
+        """Yield the blocks that end in moment `number`, and add new blocks to `standing`."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -211,7 +211,7 @@ class _CellMemory:
 
 
 def _live(walk: evaluate.RankWalk) -> dict[Hashable, tuple[int, str]]:
-    """Return the bytes and cause of each live allocation of a planned program, by key."""
+    """Return the bytes and cause of each live tensor outside buffers, by key."""
     live: dict[Hashable, tuple[int, str]] = {}
     for layer, size in walk.hidden.items():
         live["hidden state before layer", layer] = size, REGISTER
@@ -227,7 +227,7 @@ def _live(walk: evaluate.RankWalk) -> dict[Hashable, tuple[int, str]]:
 
 
 def _key_words(key: Hashable) -> tuple[int, str]:
-    """Return the layer and the label of a key that `_live` returns."""
+    """Return the layer and the label of a tensor, from its key in the result of `_live`."""
     assert isinstance(key, tuple)
     words, layer, *chunk = key
     if words == SUMS or words.startswith("positions"):
@@ -243,13 +243,13 @@ def _layer_of(program: Program, index: int) -> tuple[int, str]:
 
 
 def _instruction_frames(program: Program, index: int) -> Frames:
-    """Return the stack frame that names an instruction as `--timeline` does."""
+    """Return a stack frame that names an instruction, as in `farspan plan --timeline`."""
     words = span_words(program, Span(next(iter(ROWS)), 0.0, 0.0, index))
     return [frame("instruction", index, words)]
 
 
 def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBlock]:
-    """Return a tier's buffers at their addresses, and the unused ranges between them."""
+    """Return the buffers of one memory at their addresses, and the unused ranges between."""
     blocks = []
     for buffer in program.buffers.values():
         born, dies = moments.of(buffer.born), moments.of(buffer.dies)
@@ -266,7 +266,7 @@ def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBl
 
 
 def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]:
-    """Yield the ranges of the arena that no buffer uses, with the moments of begin and end."""
+    """Yield the ranges of an arena that no buffer uses, with the moments of begin and end."""
     frames = [frame(UNUSED, 0, "no buffer has these addresses now")]
     standing: dict[tuple[int, int], int] = {}  # range to when it became free
     for moment in sorted({0, *(b.born for b in blocks), *(b.dies for b in blocks)} - {NEVER}):
@@ -288,9 +288,8 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the snapshot's blocks outside the arena that last the whole step, such as weights. Of
-    the memory of cells, only the kernels' extra memory: the planner's walk has the rest, `walked`
-    bytes."""
+    """Yield the blocks outside the arena that last the whole step, such as weights. Of cells'
+    memory `_CellMemory` has `walked` bytes; only the rest, extra memory of kernels, is here."""
     sizes = {
         name: count
         for name, count in parts.items()
@@ -311,7 +310,7 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotDevice:
-    """Memory blocks of a device, in an arena of `height` bytes or without addresses."""
+    """Memory blocks of a device: in an arena of `height` bytes, and others without addresses."""
 
     placed: list[MemoryBlock]
     rest: list[MemoryBlock]
@@ -321,8 +320,8 @@ class _SnapshotDevice:
 def _snapshot(
     devices: Sequence[_SnapshotDevice], times: Sequence[int], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a snapshot in PyTorch's format; `times` has the microseconds of each moment. Each
-    device has one segment for its arena and one for the other blocks."""
+    """Return a snapshot in PyTorch's format, given the microseconds of each moment. Each device has
+    one segment for its arena and one for the other blocks."""
     segments, traces = [], []
     for number, device in enumerate(devices):
         placement = place([PlacementRequest(b.size, b.born, b.dies) for b in device.rest])
@@ -348,7 +347,7 @@ def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> d
 
 
 def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield allocations and frees in order of time; of the same moment, frees come first."""
+    """Yield entries of allocations and frees by time; at one time, frees come first."""
     events = [(b.born, True, index) for index, b in enumerate(blocks)]
     events += [(b.dies, False, index) for index, b in enumerate(blocks) if b.dies < NEVER]
     causes = False
@@ -368,7 +367,7 @@ def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[di
 
 
 def _segment(device: int, address: int, size: int, blocks: Iterable[MemoryBlock]) -> dict[str, Any]:
-    """Return a segment of the snapshot with the blocks that remain after the last moment."""
+    """Return a segment of the snapshot, with the blocks that are left after the last moment."""
     pieces, at = list[dict[str, Any]](), address
     for block in sorted((b for b in blocks if b.dies == NEVER), key=lambda b: b.address):
         if block.address > at:

@@ -19,7 +19,7 @@ WIDE = 10_000  # columns of output that is not a terminal: no line is wrapped
 
 
 def show(view: RenderableType, *, stderr: bool = False) -> None:
-    """Print a view, formatted for a terminal, or as `plain_lines` for a pipe or a file."""
+    """Print a view formatted for a terminal; to a pipe or a file, as `plain_lines`."""
     console = Console(stderr=stderr)
     if console.is_terminal:
         console.print(view)
@@ -28,7 +28,7 @@ def show(view: RenderableType, *, stderr: bool = False) -> None:
 
 
 def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
-    """Render a view as whole lines, never wrapped or padded, so that grep finds entries."""
+    """Render a view as lines without wrapping and padding, so that grep finds whole entries."""
     console = Console(file=StringIO(), color_system=None, width=width)
     with console.capture() as shown:
         console.print(view)
@@ -36,7 +36,7 @@ def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
 
 
 def lines_table(title: str, *columns: str) -> Table:
-    """Return a table without rules; the first column is left-aligned, the others right-aligned."""
+    """Return a table without lines, the first column left-aligned, the others right-aligned."""
     heading = Text(title, "bold", no_wrap=True, overflow="ignore")  # however narrow the columns
     table = Table(title=heading, title_justify="left", box=None, padding=(0, 1))
     table.pad_edge = False  # a machine's rates take all of 80 columns
@@ -46,7 +46,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
-    """Return a table of names, values and bars for shares, aligned with other such tables."""
+    """Return a table with columns for names, values and bars, which line up in all such tables."""
     table = lines_table(title, "", "", "")
     table.show_header = False
     table.columns[0].min_width = NAME
@@ -58,13 +58,13 @@ def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
 
 
 def bar(share: float) -> str:
-    """Return a bar of block characters for a share from 0 to 1, to an eighth of a column."""
+    """Return a bar of block characters for a share from 0 to 1, in steps of 1/8 character."""
     full, rest = divmod(round(8 * BAR * min(1.0, max(0.0, share))), 8)
     return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()
 
 
 def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
-    """Describe each choice of a schedule in a line, given numbers of layers and chunks."""
+    """Describe each choice of a schedule in a line, for a model's numbers of layers and chunks."""
     lines = [
         _walk(schedule, layers, chunks),
         f"inputs of each group on the {schedule.boundary_inputs}",
@@ -93,7 +93,7 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
 
 
 def layout_words(layout: Layout) -> str:
-    """Return words for the kinds of parallelism in use, such as `ulysses 8 x data 2, FSDP`."""
+    """Return the kinds of parallelism in use as words, such as `ulysses 8 x data 2, FSDP`."""
     names = ("ulysses", "shards", "ring", "tensor", "pipeline", "data")
     used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
     if not used:
@@ -105,7 +105,7 @@ RUN_FILE = "RUN.yaml"  # placeholder of the user's run file
 
 
 def launch_words(question: Question) -> str:
-    """Describe the command that starts `farspan train` on the devices of a layout."""
+    """Describe the command that starts `farspan train` on all devices of a layout."""
     layout, near = question.layout, question.near()
     nodes = -(-layout.devices() // near)
     where, processes = "torchrun", f"--nproc-per-node {near}"
@@ -136,7 +136,7 @@ def _walk(schedule: Schedule, layers: int, chunks: int) -> str:
 
 
 def _run_lengths(sizes: tuple[int, ...]) -> str:
-    """Shorten repeated group sizes: `3, 4 x 7` is one group of 3 layers and seven groups of 4."""
+    """Return group sizes as text: `3, 4 x 7` is a group of 3 layers and seven groups of 4."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -188,7 +188,7 @@ LINKS = {
 
 
 def machine_view(file: MachineFile) -> RenderableType:
-    """Return tables of a machine's memory, rates and bandwidths, with the source of each."""
+    """Return tables of a machine's memory, rates and bandwidths, and the source of each number."""
     spec = file.spec
     parts: list[RenderableType] = [memory_text(spec), rates_table(spec), Text(), links_table(spec)]
     parts.append(Text(f"\nissuing a cell {write_seconds(spec.overhead)}"))
@@ -203,7 +203,7 @@ def machine_view(file: MachineFile) -> RenderableType:
 
 
 def memory_text(spec: MachineSpec) -> Text:
-    """Describe the devices and the memory of both tiers."""
+    """Describe a machine's devices, and the sizes of device and main memory."""
     if spec.unified:
         return Text(f"{spec.name}: {write_bytes(spec.host_bytes)} of memory for both tiers\n")
     reserve = f", {write_bytes(spec.host_reserve)} in reserve" if spec.host_reserve else ""
@@ -216,7 +216,7 @@ def memory_text(spec: MachineSpec) -> Text:
 
 
 def rates_table(spec: MachineSpec) -> Table:
-    """Return a table of measured rates, for each operation's smallest and largest call."""
+    """Return a table of measured rates, each for an operation's smallest and largest call."""
     title = "rates of the smallest and the largest call"
     table = lines_table(title, "", "smallest", "rate", "largest", "rate")
     for dtype, rates in spec.rates.items():
@@ -232,7 +232,7 @@ def rates_table(spec: MachineSpec) -> Table:
 
 
 def links_table(spec: MachineSpec) -> Table:
-    """Return a table of bandwidths; a GB is 10**9 bytes."""
+    """Return a table of bandwidths in B/s, with decimal prefixes: a GB is 10**9 bytes."""
     table = lines_table("bandwidths", "", "")
     table.show_header = False
     for field, name in LINKS.items():

@@ -35,7 +35,7 @@ from farspan.spec import SUPERPAGE, Sparse
 
 @dataclass(frozen=True, slots=True)
 class FarCall:
-    """The settings of attention to chosen pages."""
+    """Settings of one chunk's attention to its chosen pages."""
 
     scale: float
     page: int  # tokens
@@ -49,21 +49,21 @@ class FarCall:
 
 
 class FarKernel(Protocol):
-    """A kernel for attention to the chosen pages that `Pages.begin` announced. It has no state."""
+    """Stateless kernel for attention to the chosen pages that `Pages.begin` announced."""
 
     @property
     def softcap(self) -> float | None:
-        """The soft cap that the kernel applies to scores; None: no cap."""
+        """Soft cap that the kernel applies to scores; None for no cap."""
 
     def votes(
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        """Return the votes of queries for candidate pages, as `sparse.pages.vote` or, if superpages
-        were ranked, `vote_refined`; in fp32 or wider."""
+        """Return the votes of queries for candidate pages, in fp32 or wider, as `sparse.pages.vote`
+        defines them, or `vote_refined` if superpages were ranked."""
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        """Return each superpage's largest score, as `sparse.pages.largest_scores`; a superpage has
-        `each` keys, and its tokens are `call.page`."""
+        """Return each superpage's largest score for a page of queries, as
+        `sparse.pages.largest_scores` does. A superpage has `each` keys and `call.page` tokens."""
 
     def forward(
         self,
@@ -73,14 +73,14 @@ class FarKernel(Protocol):
         pages: Pages,
         attended: tuple[Tensor, Tensor],
     ) -> None:
-        """Merge attention over the chosen pages into `attended`, out and lse in the accumulate
-        dtype, in place. A query that sees none of the pages' keys keeps its out and lse."""
+        """Merge attention to the chosen pages into `attended`, out and lse in the accumulate dtype,
+        in place. A query that sees no key of these pages keeps its out and lse."""
 
     def backward(
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
-        """Add the gradient of q to `dq` (accumulate dtype), and those of chosen keys and values to
-        the totals of their pages, by `pages.sums` and `pages.add` or in place."""
+        """Add the gradient of q to `dq` (accumulate dtype), and those of the chosen pages' keys and
+        values to the pages' totals, by `pages.sums` and `pages.add` or in place."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -88,7 +88,7 @@ Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
 
 @dataclass(frozen=True, slots=True)
 class SparseCall:
-    """The settings of one chunk's sparse attention, for all layers of equal scale and heads."""
+    """Settings of one chunk's sparse attention, for all layers of equal scale and heads."""
 
     sparse: Sparse
     near: AttentionCall
@@ -109,9 +109,9 @@ def sparse_call(
     kernel: FarKernel,
     documents: Tensor | None = None,
 ) -> SparseCall:
-    """Return the settings that turn a chunk's dense attention `dense` into sparse attention.
-    `documents` [B, C] int64, on the queries' device: the first token of each query's document; None
-    if each row is one document."""
+    """Turn the settings of a chunk's dense attention into those of sparse attention. `documents`
+    [B, C] int64, on the queries' device, is the first token of each query's document; None if each
+    row is one document."""
     assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
     blocks = near_blocks(dense.blocks, sparse, dense.q_start)
     pages = sparse.candidates(dense.q_start)
@@ -131,7 +131,7 @@ def sparse_call(
 
 @torch.no_grad()
 def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
-    """Return the numbers of the pages chosen for queries q [B, H, C, D], [B, Hk, M, k] int32."""
+    """Return page numbers chosen by the votes of queries q [B, H, C, D]: [B, Hk, M, k] int32."""
     candidates = call.candidates
     representatives = pages.representatives(candidates.pages)
     if not candidates.pages:
@@ -150,8 +150,8 @@ def compare(
     representatives: Tensor,
     candidates: Candidates,
 ) -> tuple[Tensor, Candidates]:
-    """Return the queries' votes, and the candidate pages that the votes are for. If there are many
-    candidates, superpages are ranked first and only pages of the best are compared."""
+    """Return the votes of queries for candidate pages, and the candidates that the columns stand
+    for. If there are many, superpages are ranked first, and only pages of the best are compared."""
     count = sparse.refined(len(candidates.pages))
     if count:
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
@@ -173,8 +173,8 @@ def attend_sparse(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, in the dtype of q, and lse, in the accumulate dtype, of a chunk's sparse
-    attention: over visible near keys, the chosen pages and the sinks."""
+    """Return out (dtype of q) and lse (accumulate dtype) of a chunk's sparse attention: to the
+    visible near keys, the chosen pages and the attention sinks."""
     choice = _possible(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
@@ -198,10 +198,10 @@ def attend_sparse_backward(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a chunk's q, k, v and sinks under sparse attention, in the accumulate
-    dtype. `attended` has the results of `attend_sparse`, and the choice it was called with. The
-    chunk's gradients of earlier keys go to `pages`: `add_gradient` for near ones, `add` for far
-    ones."""
+    """Return the gradients of a chunk's q, k, v and attention sinks, in the accumulate dtype.
+    `attended` has the out and lse of `attend_sparse`, and the choice of pages that it used.
+    Gradients of earlier keys go to `pages`: of near keys by `add_gradient`, of chosen pages by
+    `add`."""
     out, lse, choice = attended
     choice = _possible(call, choice)
     if choice.shape[3]:
@@ -215,8 +215,8 @@ def attend_sparse_backward(
 
 
 def _possible(call: SparseCall, choice: Tensor) -> Tensor:
-    """Return a choice without its last columns if they exceed the candidates: they hold only -1,
-    and rows with -1 need masks."""
+    """Return a choice without columns beyond the number of candidates: those columns hold only -1,
+    and kernels would need masks for rows with -1."""
     return choice[..., : len(call.candidates.pages)]
 
 
@@ -224,7 +224,7 @@ def _possible(call: SparseCall, choice: Tensor) -> Tensor:
 
 
 def sampled(tokens: int, samples: int) -> range:
-    """Return evenly spaced tokens of a chunk, with the last, which sees most."""
+    """Return about `samples` evenly spaced tokens of a chunk, and the last, which sees most."""
     step = max(1, tokens // max(1, samples))
     return range((tokens - 1) % step, tokens, step)
 
@@ -240,12 +240,11 @@ def seen_mass(
     spans: Iterable[tuple[int, int]],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the share of dense attention's mass that sampled queries of a chunk see: the mean and
-    the minimum, [2] in the accumulate dtype, computed without making the CPU wait. `tokens` are the
-    sampled ones of the chunk's q [B, H, C, D], with its own keys k and its sparse lse. `spans` are
-    ranges that cover all earlier keys, in ascending order, as `key_values` serves them. All earlier
-    keys are read once: with K on host that costs as much transfer as dense attention, so measure
-    rarely."""
+    """Return which share of dense attention's mass sampled queries see with sparse attention: mean
+    and minimum, [2] in the accumulate dtype, without a wait of the CPU. `tokens` are the samples'
+    places in a chunk with queries q [B, H, C, D], keys `k` and sparse `lse`. `spans` are ascending
+    ranges that cover all earlier keys, which `key_values` reads once each: with K on host that
+    costs as much transfer as dense attention, so measure rarely."""
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
     few, position = q[:, :, sample].to(dtype), sample + call.near.q_start
@@ -276,8 +275,8 @@ def seen_mass(
 
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
-    """Return a mask of the keys that each query sees, bool [B, Hk, query S, key S], given the
-    chosen pages [B, Hk, M, k] of a whole sequence and its document ids [B, S]."""
+    """Return which keys each query of a sequence sees, bool [B, Hk, query S, key S], given the
+    chosen pages [B, Hk, M, k] and the document ids [B, S]."""
     tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)
@@ -293,8 +292,8 @@ def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor
 def sparse_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Return sparse attention by its definition, [B, H, S, Dv], from q [B, H, S, D], k [B, Hk, S,
-    D], v [B, Hk, S, Dv] and a mask from `seen_mask`; `cap` is inf without soft-capping."""
+    """Compute sparse attention as dense attention with a mask from `seen_mask`: [B, H, S, Dv] from
+    q [B, H, S, D], k [B, Hk, S, D] and v [B, Hk, S, Dv]. `cap` is inf without soft-capping."""
     k, v, mask = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, mask))
     scores = scale * q @ k.mT
     scores = scores if cap == torch.inf else cap * torch.tanh(scores / cap)

@@ -35,8 +35,8 @@ LOGITS = 512  # tokens at one time
 
 @dataclass(frozen=True, slots=True)
 class KeptMass:
-    """The share of dense attention's mass that queries see with sparse attention, measured for each
-    selector, layer and budget. Means over queries and heads; 1: nothing is lost."""
+    """The share of dense attention's mass that queries see with sparse attention (1: all of it),
+    measured for each selector, layer and budget; means over queries and heads."""
 
     sparse: Sparse  # without its budget and selector
     chunk: int
@@ -55,15 +55,15 @@ class KeptMass:
         return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
-        """Return the share that a selector keeps on average over layers, with `budgets[place]`."""
+        """Return the share of attention a selector keeps with `budgets[place]`, over all layers."""
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the smallest share that a layer keeps with `budgets[place]`, and its number."""
+        """Return the smallest share of attention in a layer with `budgets[place]`, and which."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:
-        """Return the smallest budget (tokens) that keeps the share `ENOUGH` on average."""
+        """Return the smallest budget (tokens) to keep `ENOUGH` of the attention on average."""
         return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
 
     def enough_everywhere(self, name: str) -> tuple[int, int]:
@@ -77,15 +77,15 @@ class KeptMass:
         return mass >= ENOUGH or budget == self.budgets[-1]  # all pages, up to rounding
 
     def best(self) -> str:
-        """Return the (first) selector that keeps `ENOUGH` with the smallest budget, by name."""
+        """Return the selector that keeps `ENOUGH` of the attention with the smallest budget."""
         return min(
             (name for name in self.names if name != RANDOM),
             key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]),
         )
 
     def advised(self) -> Sparse | None:
-        """Return the sparse attention to train with; None if no budget below all pages keeps
-        `ENOUGH`. A single layer may need a larger budget than the model on average."""
+        """Return the sparse attention advised for training; None if no budget below all pages keeps
+        the share `ENOUGH`. A single layer may need a larger budget than the model on average."""
         name, everything = self.best(), self.budgets[-1]
         whole, layers = self.enough(name), self.enough_everywhere(name)[0]
         if whole == everything:
@@ -100,7 +100,7 @@ class KeptMass:
 
     @property
     def own(self) -> int:
-        """Tokens of the last chunk."""
+        """Number of tokens in the last chunk."""
         return (self.tokens - 1) % self.chunk + 1
 
     def to_json(self) -> dict[str, Any]:
@@ -114,15 +114,15 @@ class KeptMass:
 
 
 def ladder(pages: int, page: int) -> tuple[int, ...]:
-    """Return the budgets to measure (tokens): none, one page, then doubled up to all pages."""
+    """Return the budgets to measure (tokens): 0, one page, then doubled up to all pages."""
     counts = [0, *(1 << power for power in range(pages.bit_length()) if 1 << power < pages), pages]
     return tuple(count * page for count in counts)
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Dense attention of a model that also measures the share of its mass that sparse attention
-    would see.
+    """Computes a model's dense attention, and measures the share of its mass that sparse attention
+    sees.
 
     Legend: B batch, H query heads, Hk K, V heads, T tokens, D head dim, M pages of Q queries of the
     last chunk, which misses most; n candidate pages.
@@ -147,7 +147,7 @@ class _Reader:
         scale: float,
         **keywords: Any,
     ) -> Tensor:
-        """Return a layer's dense attention [B, T, H, Dv], and record each selector's mass."""
+        """Return a layer's dense attention [B, T, H, Dv]; record the share each selector keeps."""
         sinks, tokens = keywords.get("s_aux"), q.shape[2]
         if spec.window is None:
             for name, mass in self.masses(layer, q, k, scale, spec.softcap, sinks).items():
@@ -167,9 +167,9 @@ class _Reader:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Return, by selector, the share of the mass that queries see if 0 to n pages are chosen,
-        [n + 1]: means over queries and heads. Pages are ranked by votes once: those of a small
-        budget are among those of a larger one."""
+        """Return, by selector, the share of attention that queries see with 0 to n chosen pages, [n
+        + 1]: means over queries and heads. Pages are ranked by votes once, since a small budget's
+        pages are among those of a larger budget."""
         far = self._far(q, k, scale, softcap, sinks)
         queries = q.shape[0] * q.shape[1] * self.positions.numel()
         near, masses = queries - far.sum(), {}
@@ -183,8 +183,8 @@ class _Reader:
     def _far(
         self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Return dense attention's mass on each candidate page [B, Hk, M, n], summed over each page
-        of queries and the heads that share K, V."""
+        """Return dense attention's mass on each candidate page, [B, Hk, M, n], summed over each
+        page of queries and the heads that share K, V."""
         dtype, page = accumulate_dtype(q.dtype), self.sparse.page
         pages, kv_heads = self.sparse.candidates(self.start), k.shape[1]
         keys, page_masses = k.to(dtype).mT, []
@@ -204,7 +204,6 @@ class _Reader:
         return torch.stack(page_masses, 2)
 
     def _votes(self, name: str, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Return the votes [B, Hk, M, n] that a selector gives the candidate pages."""
         pages = self.sparse.candidates(self.start)
         if name == RANDOM:
             shape = *k.shape[:2], len(self.positions), len(pages)
@@ -228,9 +227,9 @@ def kept_masses(
     seed: int,
     index: Index | None = None,
 ) -> KeptMass:
-    """Measure the share of dense attention's mass that each selector keeps with each budget, by one
-    dense pass over tokens [batch, tokens], without a last page that is not whole. Page, recent
-    tokens, sinks and chunk are the schedule's; an `index` is measured as a selector, too. Raises
+    """Measure the share of dense attention that each selector keeps with each budget, by one dense
+    pass over tokens [batch, tokens]; a last page that is not whole is left out. Page size, recent
+    tokens, sinks and chunk are the schedule's; an `index` is measured as one more selector. Raises
     UnsupportedError if there are no pages to choose from."""
     stages, sparse = CausalLMStages(model), schedule.sparse
     assert sparse is not None
@@ -283,13 +282,12 @@ def kept_masses(
 
 
 def choosers(index: Index | None) -> tuple[str, ...]:
-    """Return the names of the selectors to compare."""
     return *SELECTORS, *((INDEX,) if index is not None else ()), RANDOM
 
 
 def whole_tokens(tokens: int, schedule: Schedule) -> int:
-    """Return the tokens of a text cut to whole pages. Raises UnsupportedError, with a remedy, if
-    the last chunk has no pages to choose from."""
+    """Return the number of a text's tokens in whole pages. Raises UnsupportedError, with a remedy,
+    if the last chunk has no pages to choose from."""
     sparse = schedule.sparse
     assert sparse is not None
     if tokens <= sparse.page:
@@ -314,7 +312,6 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
 
 
 def _loss(stages: CausalLMStages, hidden: Tensor, ids: Tensor) -> float:
-    """Return the mean loss of the last quarter of the tokens, from top outputs [B, T, hidden]."""
     tokens, total = ids.shape[1], 0.0
     first = tokens - tokens // LAST
     for begin in range(first, tokens, LOGITS):
@@ -334,8 +331,8 @@ def sparse_losses(
     index: Index | None = None,
     begin: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Return the mean loss of the last quarter of the tokens with sparse attention, by selector.
-    `begin` is called with its name before each pass, which takes as long as a dense one."""
+    """Return, by selector, the mean loss of the last quarter of the tokens with sparse attention.
+    Calls `begin` with the selector's name before each pass, which takes as long as a dense pass."""
     sparse, losses = schedule.sparse, {}
     assert sparse is not None
     ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]

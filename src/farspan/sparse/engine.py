@@ -76,7 +76,7 @@ ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 @dataclass(slots=True)
 class Means:
     """The keys that represent a layer's pages in votes, mean keys or those of an index, in a buffer
-    with a cell per chunk (`engine.buffers.ProgramBuffers.cells`)."""
+    with a part for each chunk (`engine.buffers.ProgramBuffers.cells`)."""
 
     cells: Tensor  # [chunks, n * R, B, Hk, D], n pages of a full chunk, R mean keys of each
     tokens: int  # tokens per mean
@@ -84,19 +84,19 @@ class Means:
     index: LayerIndex | None = None
 
     def write(self, chunk: int, k: Tensor) -> None:
-        """Store the representatives of a chunk, made from its keys k [C, B, Hk, D]."""
+        """Store the keys that represent a chunk's pages, made from its keys k [C, B, Hk, D]."""
         representatives = mean_keys(k, self.tokens) if self.index is None else self.index.of_keys(k)
         self.cells[chunk, : len(representatives)] = representatives
 
     def read(self, pages: range) -> Tensor:
-        """Return these pages' representatives [B, Hk, len(pages) * R, D], if possible as a view."""
+        """Return the keys that represent these pages, [B, Hk, len(pages) * R, D]; often a view."""
         representatives = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
         return representatives.permute(1, 2, 0, 3)
 
 
 @dataclass(slots=True)
 class _PageSlot:
-    """Device memory for one slab of chosen pages, with the events of the slab that it holds now."""
+    """Device memory for a slab (a block of gathered pages), with the events of the present slab."""
 
     name: str
     arrived: Any = None  # event: the slab has arrived
@@ -106,15 +106,15 @@ class _PageSlot:
 
 @dataclass(slots=True)
 class PageSlots:
-    """The slots that receive chosen pages from the host, used in turn by all cells of a step. Also
-    the number of units that each cell has chosen, for which the CPU waits only once per cell."""
+    """The slots, each device memory for a slab (a block of gathered pages), which cells use in
+    turn; and each cell's number of chosen units, for which the CPU waits only once per cell."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and chunk
 
     def take(self) -> _PageSlot:
-        """Return the slot to fill next; fetches into it wait until its slab is no longer used."""
+        """Return the next slot to fill. Fetches wait until its present slab is no longer used."""
         self.ring.rotate(-1)
         slot, copies = self.ring[-1], self.storage.copies
         copies.wait(Lane.FETCH, slot.read, Hazard.STILL_READ)
@@ -125,7 +125,7 @@ class PageSlots:
 
 @dataclass(frozen=True, slots=True)
 class _ComingPages:
-    """A slab of chosen pages that is being copied from the host into a slot on the device."""
+    """A slab (a block of gathered pages) on its way from the host to a slot on the device."""
 
     slot: _PageSlot
     slab: Slab
@@ -135,7 +135,7 @@ class _ComingPages:
 
 @dataclass(slots=True)
 class BufferPages:
-    """A cell's keys and chosen pages in buffers; implements `sparse.pages.Pages`."""
+    """A cell's keys and chosen pages in a program's buffers; implements `sparse.pages.Pages`."""
 
     prefix: KVPrefix
     slots: PageSlots
@@ -165,7 +165,7 @@ class BufferPages:
         return self.means.read(pages)
 
     def begin(self, choice: Tensor) -> None:
-        """Note the cell's choice, once, and begin to fetch its pages if they are on host."""
+        """Record the cell's chosen pages, once, and begin to fetch them if they are on host."""
         if self.choice is not None:
             return
         self.choice = choice
@@ -232,7 +232,6 @@ class BufferPages:
     # -- through slots ---------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Fetch the first slabs, one into each slot."""
         assert self.choice is not None
         copies = self.prefix.storage.copies
         copies.wait(Lane.FETCH, self.chosen, Hazard.NOT_WRITTEN)
@@ -277,8 +276,8 @@ class BufferPages:
         return _ComingPages(slot, Slab(units, keys, values), parts["places"], of_backward)
 
     def _parts(self, slot: _PageSlot, units: int, entries: int) -> dict[str, Tensor]:
-        """Return the views into which a slot's memory is divided for a slab, by name: page numbers
-        as int64, keys, values and their gradient sums as rows [U * P, D]."""
+        """Return views that divide a slot's memory for a slab of `units` pages, by name: page
+        numbers as int64; keys, values and their gradient sums as rows [U * P, D]."""
         assert self.far is not None
         storage, far = self.prefix.storage, self.far
         backward = self.prefix.gradients_in is not None
@@ -307,7 +306,6 @@ class BufferPages:
             yield Slab(slab_units, *self._gathered(slab_units))
 
     def _gathered(self, units: Units) -> tuple[Tensor, Tensor]:
-        """Copy the K [U, P, D] and V [U, P, Dv] of these units into new tensors on the device."""
         places = self._places(units)
         k, v = (
             rows.index_select(0, places).unflatten(0, (len(units), self.sparse.page))
@@ -316,7 +314,7 @@ class BufferPages:
         return k, v
 
     def _rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return views of a buffer's keys [T * B * Hk, D] and values [T * B * Hk, Dv]."""
+        """View the keys and values of a buffer as rows, [T * B * Hk, D] and [T * B * Hk, Dv]."""
         home = self.prefix.everything(name)
         return home["k"].flatten(0, 2), home["v"].flatten(0, 2)
 
@@ -343,17 +341,17 @@ OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
 
 @dataclass(slots=True)
 class SparseStep:
-    """The sparse attention of a step, over all its runs; implements `engine.far.FarStep`."""
+    """Sparse attention of a step, through all its program runs; implements `engine.far.FarStep`."""
 
     sparse: Sparse
     select: Selector
     watched: int = 0  # runs that watched a cell
 
     @classmethod
-    def of(cls, schedule: Schedule, given: GivenSelector | None) -> Self:
-        """Return the sparse attention of a schedule, by the selector of `selector_of`."""
+    def of(cls, schedule: Schedule, custom: GivenSelector | None) -> Self:
+        """Return a step's sparse attention for a schedule and the user's selector, if any."""
         assert schedule.sparse is not None, "attention is sparse"
-        return cls(schedule.sparse, selector_of(given, schedule))
+        return cls(schedule.sparse, selector_of(custom, schedule))
 
     def run(self, context: AttentionContext, *, watches: bool) -> "SparseRun":
         cell = watched_cell(context.program, self.watched) if watches else None
@@ -361,19 +359,19 @@ class SparseStep:
         return SparseRun(context, self.sparse, self.select, cell)
 
     def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Return the bytes that the selector's index, if any, takes on the device in this dtype."""
+        """Return the bytes that an index takes on the device in this dtype; 0 without an index."""
         if not isinstance(self.select, Index):
             return 0
         self.select.at(device, dtype)
         return self.select.nbytes(dtype)
 
 
-def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
-    """Return the selector of a step: the user's, or else `TopK` with the schedule's budget. Raises
-    UnsupportedError if an index is missing, not in the schedule, or could not learn."""
+def selector_of(custom: GivenSelector | None, schedule: Schedule) -> Selector:
+    """Return a step's selector: the user's, or else `TopK` with the schedule's budget. Raises
+    UnsupportedError for an index that is missing, not scheduled, or unable to learn."""
     sparse = schedule.sparse
     assert sparse is not None, "attention is sparse"
-    if sparse.indexed != isinstance(given, Index):
+    if sparse.indexed != isinstance(custom, Index):
         raise UnsupportedError(
             "selector: sparse.selector is index, which needs an index; give one as selector, such "
             "as `Index.load(folder)`"
@@ -381,15 +379,15 @@ def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
             else f"selector: an index chooses pages, but sparse.selector is {sparse.selector}; set "
             "it to index"
         )
-    if isinstance(given, Index):
-        if given.learns():
+    if isinstance(custom, Index):
+        if custom.learns():
             refuse_keys_on_host(schedule)
-        return replace(given, select=_reads_votes(given.select, sparse))
-    return _reads_votes(given, sparse)
+        return replace(custom, select=_reads_votes(custom.select, sparse))
+    return _reads_votes(custom, sparse)
 
 
 def refuse_keys_on_host(schedule: Schedule) -> None:
-    """Raise UnsupportedError if keys are on host, where an index cannot learn."""
+    """Raise UnsupportedError if the schedule keeps keys on host: no index can learn from them."""
     if schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "index: learns from keys on the device, but the keys are on host; set schedule.kv to "
@@ -411,7 +409,7 @@ def _reads_votes(selector: GivenSelector | None, sparse: Sparse) -> Selector:
 
 @dataclass(slots=True)
 class SparseCell:
-    """The sparse attention of one cell, from forward to backward; implements
+    """Sparse attention of one cell, from forward to backward; implements
     `attention.far.FarAttention`."""
 
     run: "SparseRun"
@@ -424,7 +422,7 @@ class SparseCell:
     at_hand: BufferPages | None = None  # from `begin` on
 
     def begin(self, keys: KVPrefix) -> None:
-        """Prepare for attention or its backward: fetch the chosen pages if already known."""
+        """Prepare for attention or its backward: fetch the cell's pages if already chosen."""
         self.at_hand = self.run.pages(self.i, self.means, keys)
         if self.choice is not None and not self.chooses:
             self.at_hand.begin(self.choice)
@@ -434,15 +432,14 @@ class SparseCell:
         self.begin(keys)
 
     def note(self, k: Tensor) -> None:
-        """Store the representatives of the chunk's keys k [C, B, Hk, D], just written."""
         if self.means is not None:
             self.means.write(self.i.chunk, k)
 
     def attend(
         self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Choose pages, unless an earlier pass has, and return out and lse as
-        `attention.chunk.attend` does."""
+        """Choose the cell's pages, at the first call, and return out and lse of attention to them,
+        as `attention.chunk.attend` does."""
         call, pages = self.run.call(self.i, dense), self.at_hand
         assert pages is not None
         chose = self.chooses
@@ -476,7 +473,7 @@ class SparseCell:
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return gradients as `attention.chunk.attend_backward` does; `of_keys`: q, k, v."""
+        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` are q, k and v."""
         call, pages, (q, k, v) = self.run.call(self.i, dense), self.at_hand, of_keys
         assert pages is not None
         results: Attended = (*attended, self._choice(q, pages))
@@ -491,7 +488,7 @@ class SparseCell:
 
 
 def _keep(choice: Tensor, buffer: Tensor) -> None:
-    """Write chosen pages [B, Hk, M, k'] into the cell's buffer [B, Hk, M, k], padded by -1."""
+    """Store chosen pages [B, Hk, M, k'] in [B, Hk, M, k]. Raises UnsupportedError beyond k."""
     width, most = choice.shape[3], buffer.shape[3]
     if width > most and bool((choice[..., most:] >= 0).any()):
         raise UnsupportedError(
@@ -505,8 +502,8 @@ def _keep(choice: Tensor, buffer: Tensor) -> None:
 
 @dataclass(slots=True)
 class SparseRun:
-    """The sparse attention of one run of a program; implements `attention.far.FarRun`. Layers with
-    equal specs share the settings of a chunk."""
+    """Sparse attention of one run of a program; implements `attention.far.FarRun`. In a chunk,
+    layers with equal specs share one SparseCall."""
 
     context: AttentionContext
     sparse: Sparse
@@ -537,7 +534,7 @@ class SparseRun:
             )
 
     def cell(self, i: Forward) -> SparseCell | None:
-        """Return the sparse attention of a forward cell; None if its layer has a window."""
+        """Return the sparse attention of a forward cell; None if the cell's layer has a window."""
         program, storage = self.storage.program, self.storage
         spec = program.model.layers[i.layer]
         if spec.window is not None:
@@ -557,7 +554,7 @@ class SparseRun:
         return near_blocks(blocks, self.sparse, start) if spec.window is None else blocks
 
     def choice(self, i: Forward | Backward) -> Tensor | None:
-        """Return where a cell's choice lies, [B, Hk, M, k] int32; None: it has none."""
+        """Return the buffer of a cell's chosen pages, [B, Hk, M, k] int32; None without any."""
         if i.choice is None:
             return None
         program, spec = self.storage.program, self.storage.program.model.layers[i.layer]
@@ -568,7 +565,7 @@ class SparseRun:
         return memory[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
 
     def pages(self, i: Forward, means: Means | None, prefix: KVPrefix) -> BufferPages:
-        """Return the interface by which a cell reads its keys and chosen pages."""
+        """Return the object by which a cell's attention reads its keys and chosen pages."""
         program = self.storage.program
         start, stop = program.chunks[i.chunk]
         run = program.run.batch, program.model.element_bytes
@@ -576,7 +573,7 @@ class SparseRun:
         return BufferPages(prefix, self.page_slots, i.chunk, far, self.sparse, means)
 
     def call(self, i: Forward, dense: AttentionCall) -> SparseCall:
-        """Return the settings of a cell's sparse attention, made from `dense`."""
+        """Return the settings of a cell's sparse attention, given those of dense attention."""
         if i.chunk != self.chunk:
             self.chunk, self.calls = i.chunk, {}
         spec = self.storage.program.model.layers[i.layer]
@@ -590,8 +587,8 @@ class SparseRun:
     def watch(
         self, i: Forward, call: SparseCall, q: Tensor, k: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
-        """Measure the share of dense attention's mass that a few queries of the cell see; `seen`
-        returns it. Reads all keys before the chunk, so it is called for one cell per step."""
+        """Measure the share of dense attention's mass that a few of the cell's queries see, for
+        `seen` to return. Reads all keys before the chunk, so it is called for one cell per step."""
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]
@@ -603,7 +600,7 @@ class SparseRun:
 
 
 def far_kernel(device: torch.device, dtype: torch.dtype, spec: LayerSpec) -> FarKernel:
-    """Return the kernel for a layer's attention to chosen pages: Triton's if possible."""
+    """Return the kernel for a layer's attention to chosen pages: in Triton if possible."""
     heads = spec.head_dim, spec.value_dim, spec.softcap
     return TritonFar() if supports(device, dtype, *heads) else select_far(device.type, *heads)
 
@@ -614,8 +611,8 @@ def _seen(i: Forward, mass: Tensor) -> Seen:
 
 
 def watched_cell(program: Program, step: int) -> tuple[int, int] | None:
-    """Return the (layer, chunk) whose seen mass step number `step` measures: always in the last
-    chunk, which misses most, with the layers in turn. None if no cell chooses pages."""
+    """Return the (layer, chunk) in which step number `step` measures the share of attention seen:
+    each layer in turn, in the last chunk, which misses most. None if no cell chooses pages."""
     chosen = [i for i in program.instructions if isinstance(i, Forward) and i.chooses]
     if not chosen:
         return None

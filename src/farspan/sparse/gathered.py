@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class FlashPages:
-    """Attention of rows to copies of their pages by aten's flash attention for CPUs, if D == Dv."""
+    """Attention of rows (queries of a page) to copies of their pages, by aten's flash kernel."""
 
     softcap: None = None
 
@@ -69,8 +69,8 @@ class FlashPages:
 
 @dataclass(frozen=True, slots=True)
 class PlainPages:
-    """Attention of rows to copies of their pages in plain PyTorch, in the accumulate dtype: for
-    soft caps, D != Dv and any device."""
+    """Attention of rows (queries of a page) to copies of their pages in plain PyTorch, in the
+    accumulate dtype: for soft caps, D != Dv and any device."""
 
     softcap: float | None = None
 
@@ -98,7 +98,7 @@ class PlainPages:
     def _scores(
         self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return capped and masked scores, and the derivative of capped by uncapped scores."""
+        """Return masked scores after the soft cap, and their derivative by the uncapped ones."""
         dtype = accumulate_dtype(q.dtype)
         scores = q.to(dtype) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -116,31 +116,30 @@ PageKernel = FlashPages | PlainPages
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a slab that are attended at one time, all with equally many pages."""
+    """Rows (queries of a page) of a slab that are attended at one time, with equally many pages."""
 
     places: tuple[Tensor, Tensor, Tensor]  # their indices in [B, Hk, M, ...], each [x]
     index: Tensor  # [x, k]: their units
     mask: Tensor | None  # [x, 1, Q, k * P]
 
     def queries(self, x: Tensor) -> Tensor:
-        """Select this part's rows, [x, r, Q, ...], from a tensor [B, Hk, M, r, Q, ...]."""
         rows = x[self.places]
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
     def copies(self, of_units: Tensor) -> Tensor:
-        """Copy this part's pages, [x, 1, k * P, D], from a slab's keys or values [U, P, D]."""
+        """Copy the pages of each row, [x, 1, k * P, D], from a slab's keys or values [U, P, D]."""
         copies = of_units.index_select(0, self.index.flatten())
         return copies.view(len(self.index), 1, -1, of_units.shape[2])
 
     def put(self, totals: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Write rows [x, r, Q, ...] back into the tensors that `queries` took them from."""
+        """Write this part's results [x, r, Q, ...] into tensors [B, Hk, M, r, Q, ...]."""
         for total, x in zip(totals, rows, strict=True):
             total[self.places] = x
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add gradients of this part's pages [x, 1, k * P, D] to the slab's sums [U, P, D] of their
-        units. Deterministic on either device: index_add_ is so on CPUs, and 15 times as fast there
-        as a sort and sums of segments, and index_put_, which sorts, on CUDA."""
+        """Add gradients of the rows' pages [x, 1, k * P, D] to the slab's sums [U, P, D].
+        Deterministic on either device: on CUDA by index_put_, which sorts; on CPUs by index_add_,
+        which is deterministic there and 15 times as fast as a sort and sums of segments."""
         gradients = part.to(total.dtype).reshape(-1, *total.shape[1:])
         if total.device.type == "cpu":
             total.index_add_(0, self.index.flatten(), gradients)
@@ -150,7 +149,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _SlabRows:
-    """The rows (page of queries, key-value head) that attend to a slab, and their masks."""
+    """The rows (queries of one page and KV head) that attend to a slab's pages, and their masks."""
 
     page: int
     query_page: int
@@ -158,7 +157,7 @@ class _SlabRows:
     starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
     def alike(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield flat indices of rows with equally many pages, and whether they need masks."""
+        """Yield the indices of query rows with equally many pages, and whether to mask them."""
         index = self.units.index
         kinds = 2 * (index >= 0).sum(3)
         if self.starts is not None:
@@ -188,7 +187,7 @@ class _SlabRows:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Implements `FarKernel` by copying pages, for as many rows at a time as `part_bytes` allow."""
+    """The `FarKernel` that copies pages, for as many queries at a time as `part_bytes` allow."""
 
     kernel: PageKernel
     part_bytes: int = PART_BYTES["cpu"]
@@ -266,7 +265,7 @@ class Gathered:
     def _parts(
         self, of_slab: _SlabRows, slab: Slab, queries: Tensor, *, backward: bool
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the flat row indices of each part of a slab, and whether the part needs a mask."""
+        """Yield the indices of each part's query rows, and whether to mask them."""
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
             queries.shape[3],
@@ -285,7 +284,7 @@ class Gathered:
 
 
 def select_far(device_type: str, head_dim: int, value_dim: int, softcap: float | None) -> FarKernel:
-    """Return a kernel for attention to chosen pages that runs on any machine, for such heads."""
+    """Return the kernel for attention to chosen pages without Triton, for heads of these sizes."""
     most = PART_BYTES.get(device_type, PART_BYTES["cuda"])
     if device_type == "cpu" and head_dim == value_dim and softcap is None:
         return Gathered(FlashPages(), most)
@@ -303,19 +302,19 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
 
 
 def _whole(x: Tensor, choice: Tensor, call: FarCall) -> Tensor:
-    """Return x [B, H, C, ...] padded by zeros to whole pages of queries, if necessary."""
+    """Return x [B, H, C, ...] padded by zeros, so that all its pages of queries are whole."""
     ragged = choice.shape[2] * call.query_tokens - x.shape[2]
     return pad(x, (0, 0) * (x.ndim - 3) + (0, ragged)) if ragged else x
 
 
 def _put_back(into: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-    """Copy results from the tensors that `_whole` padded back into the originals."""
+    """Copy results from padded tensors, which `_whole` made, into the unpadded originals."""
     for x, whole in zip(into, wholes, strict=True):
         if whole is not x:
             x.copy_(whole[:, :, : x.shape[2]])
 
 
 def _by_page(whole: Tensor, choice: Tensor) -> Tensor:
-    """View [B, H, M * Q, ...] by key-value head and page of queries, [B, Hk, M, r, Q, ...]."""
+    """View queries [B, H, M * Q, ...] by KV head and page of queries, [B, Hk, M, r, Q, ...]."""
     kv_heads, pages = choice.shape[1:3]
     return whole.unflatten(2, (pages, -1)).unflatten(1, (kv_heads, -1)).transpose(2, 3)

@@ -47,7 +47,7 @@ KINDS = "queries", "keys"  # a layer's tensors
 
 @dataclass(frozen=True, slots=True)
 class LayerIndex:
-    """The learned maps of one layer, which project queries and keys to the few dims of an index."""
+    """Learned matrices that project one layer's queries and keys to the few dims of an index."""
 
     queries: Tensor  # [Hk, r, D, d]
     keys: Tensor  # [Hk, D, d]
@@ -57,7 +57,7 @@ class LayerIndex:
         return self.keys.shape[2]
 
     def is_whole(self) -> bool:
-        """Return whether the shapes of the two maps fit each other."""
+        """Return whether the shapes of the layer's two matrices fit each other."""
         heads, _, dims, dim = self.queries.shape if self.queries.ndim == 4 else (0, 0, 0, 0)
         return heads * dim > 0 and self.keys.shape == (heads, dims, dim)
 
@@ -76,7 +76,7 @@ class LayerIndex:
         return projected.transpose(0, 1).unflatten(0, k.shape[:2])
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Project q [B, H, T, D] and k [B, Hk, T, D] of a whole sequence to the index's dims."""
+        """Project q [B, H, T, D] and k [B, Hk, T, D] of a sequence to the dims of the index."""
         maps = self.to(q.device, q.dtype)
         return q @ maps.queries.flatten(0, 1), k @ maps.keys
 
@@ -86,7 +86,7 @@ class LayerIndex:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Index:
-    """A model's index: maps that compare pages, by layer; implements `sparse.pages.Selector`."""
+    """Learned matrices, by layer, for comparing pages; implements `sparse.pages.Selector`."""
 
     layers: Mapping[int, LayerIndex]  # by layer number: those without a window
     select: Selector | None = None  # reads the votes; None: the step's choice of the most votes
@@ -104,11 +104,11 @@ class Index:
         return max(layer.dim for layer in self.layers.values())
 
     def parameters(self) -> list[Tensor]:
-        """Return the maps for an optimizer; those that require gradients learn during steps."""
+        """Return the matrices for an optimizer; those that require gradients learn during steps."""
         return [x for layer in self.layers.values() for x in (layer.queries, layer.keys)]
 
     def learning(self) -> Self:
-        """Let all maps require gradients, so that steps train them, and return this index."""
+        """Let all matrices require gradients, so that steps train the index; return the index."""
         for parameter in self.parameters():
             parameter.requires_grad_()
         return self
@@ -121,9 +121,9 @@ class Index:
 
     @torch.no_grad()
     def at(self, device: torch.device, dtype: torch.dtype) -> Mapping[int, LayerIndex]:
-        """Return the maps of each layer on a device and in a dtype. Frozen maps are copied once for
-        all steps, and again after they have changed; learning maps are copied each time, because
-        fused optimizers leave `_version` as it was."""
+        """Return each layer's matrices on a device and in a dtype. Frozen ones are copied once for
+        all steps, and again after a change; learning ones are copied each time, because fused
+        optimizers leave `_version` as it was."""
         now = [(id(x), 0 if x.is_inference() else x._version) for x in self.parameters()]
         before, copies, _ = self.placed.get((device, dtype), (None, {}, None))
         if before != now or self.learns():
@@ -136,8 +136,8 @@ class Index:
         return copies
 
     def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
-        """Raise UnsupportedError unless the index has maps to `dim` dims for exactly the layers of
-        this model that choose pages."""
+        """Raise UnsupportedError unless the index has matrices to `dim` dims for exactly those
+        layers of the model that choose pages."""
         choosing = {n for n, layer in enumerate(layers) if layer.attends() and layer.window is None}
         if missing := sorted(choosing - self.layers.keys()):
             raise UnsupportedError(
@@ -175,7 +175,7 @@ class Index:
             write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
 
     def digest(self) -> str:
-        """Return the SHA-256 of the maps, whatever folder they came from."""
+        """Return the SHA-256 of the matrices, the same in whatever folder they are saved."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self._tensors().items()):
             digest.update(f"{name} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
@@ -244,7 +244,7 @@ def lesson(
     call: SparseCall, q: Tensor, lse: Tensor, choice: Tensor, number: int, k: Tensor
 ) -> Taught:
     """Return the training example for page `number` of a chunk's queries q [B, H, C, D]: lse [B, H,
-    C] is over all visible keys, choice is [B, Hk, M, n], k [T, B, Hk, D] before it."""
+    C] over all visible keys, chosen pages [B, Hk, M, n], earlier keys k [T, B, Hk, D]."""
     (batch, heads), page = choice.shape[:2], call.far.page
     span = slice(number * call.far.query_tokens, (number + 1) * call.far.query_tokens)
     pages = choice[:, :, number].long()
@@ -260,7 +260,8 @@ def lesson(
 
 def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
     """Return an index's loss: sum(m log(m / M) - m log p) over pages, queries and heads. m is the
-    attention mass of a page, M a query's sum of m, and p the softmax of the index's scores."""
+    model's attention mass on a page, M a query's sum of m, and p the softmax of the index's
+    scores."""
     mass = _mass(taught)
     q = taught.q.to(mass.dtype) @ maps.queries.flatten(0, 1)
     k = taught.k.to(mass.dtype).flatten(2, 3) @ maps.keys
@@ -272,7 +273,7 @@ def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
 
 @torch.no_grad()
 def _mass(taught: Taught) -> Tensor:
-    """Return the model's attention mass on each chosen page, by query, [B, Hk, r, Q, n]."""
+    """Return the mass of the model's attention on each chosen page, by query, [B, Hk, r, Q, n]."""
     kv_heads, dtype = taught.k.shape[1], taught.lse.dtype
     q, lse = (_stacked(x.to(dtype), kv_heads) for x in (taught.q, taught.lse))
     scores = (q @ taught.k.to(dtype).flatten(2, 3).mT).mul_(taught.scale)
@@ -283,7 +284,6 @@ def _mass(taught: Taught) -> Tensor:
 
 
 def _stacked(x: Tensor, kv_heads: int) -> Tensor:
-    """Stack the query heads that share a key head, [B, H, Q, ...] -> [B, Hk, r * Q, ...]."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
@@ -293,7 +293,7 @@ def _pages_of(scores: Tensor, taught: Taught) -> Tensor:
 
 
 def learn(maps: LayerIndex, taught: Taught) -> None:
-    """Add the gradient of the loss `divergence` to the `.grad` of a layer's maps."""
+    """Add the gradient of the loss `divergence` to the `.grad` of a layer's learned matrices."""
     leaves = [x for x in (maps.queries, maps.keys) if x.requires_grad]
     # Saved-tensor hooks of the cell must not see the tensors of this graph.
     with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
@@ -367,7 +367,7 @@ def principal_index(
 
 @dataclass(slots=True)
 class _Moments:
-    """Second moments of a layer's queries and keys over a text, in float64."""
+    """Second moments of a layer's queries and keys over readings of a text, in float64."""
 
     group: int
     queries: Tensor  # means of products of a query's elements, [Hk, D, D]
@@ -398,8 +398,8 @@ class _Moments:
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square roots of symmetric positive semidefinite matrices [n, D, D], and the
-    inverses of these roots. Eigenvalues below 1e-9 of the largest are raised to that."""
+    """Return the square roots of symmetric positive semidefinite matrices [n, D, D], and the roots'
+    inverses. Eigenvalues below 1e-9 of a matrix's largest are raised to that."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)
@@ -407,5 +407,5 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Return `function` as selector; if `selector` is an index, it reads the index's votes."""
+    """Replace a selector by `function`; an index stays, and `function` reads the index's votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

@@ -51,7 +51,7 @@ from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
-    """Kernel arguments: the pages that each query page reads, and queries' first visible keys."""
+    """Kernel arguments: which pages each query page reads, and each query's first visible key."""
 
     choice: Any  # [B, Hk, M, k]
     slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
@@ -60,7 +60,7 @@ class PageReads(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Kernel arguments: the query pages that read each page, and queries' first visible keys."""
+    """Kernel arguments: which query pages read each page, and each query's first visible key."""
 
     query_pages: Any
     pages: Any
@@ -70,7 +70,7 @@ class Visits(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Kernel arguments: the sums of the gradients of keys and values, fp32."""
+    """Kernel arguments: dK and dV of all pages, fp32, to which the kernel adds."""
 
     dk: Heads
     dv: Heads
@@ -84,9 +84,9 @@ LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """A choice by page: the visits, (page, query page) pairs, ordered by (b, h, slot) and then by
-    query page. int32, on the device of the choice. Rows r = (b * Hk + h) * S + slot own visits
-    [starts[r], starts[r + 1])."""
+    """For each page the query pages that chose it: pairs (visits) ordered by batch row b, KV head h
+    and slot (place of the page in the buffer), then by query page. Row r = (b * Hk + h) * S + slot
+    has visits [starts[r], starts[r + 1]). int32, on the device of the choice."""
 
     query_pages: Tensor  # [B * Hk * M * k]; entries without a page come last
     pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
@@ -96,7 +96,7 @@ class Inverse:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A choice as one kernel call reads it: for a chunk in a layer, or for one slab's pages.
+    """The pages that each query page reads in one kernel call, and where the pages lie in memory.
 
     Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens [m *
     query_page, (m + 1) * query_page) of the chunk. All chosen pages lie before the chunk: the
@@ -143,13 +143,13 @@ class PageTable:
 
     @property
     def places(self) -> Tensor:
-        """The slot of each entry of the choice."""
+        """The slot (place in the buffer, in pages) of the page in each entry of the choice."""
         return self.choice if self.slots is None else self.slots
 
     @cached_property
     def runs(self) -> Tensor | None:
-        """The entries that each query page reads, int32 [B, Hk, M, 2]: the first with a page, and
-        the number from there to the last with a page. None: all entries."""
+        """Entries that each query page reads, int32 [B, Hk, M, 2]: the first one with a page, and
+        the number from there to the last one with a page. None: all entries are read."""
         if self.slots is None:
             return None
         has_page = (self.choice >= 0).int()
@@ -159,7 +159,7 @@ class PageTable:
 
     @cached_property
     def inverse(self) -> Inverse:
-        """The query pages that visit each page, by one stable sort on the device."""
+        """For each page the query pages that chose it, from one stable sort on the device."""
         batch, kv_heads, query_pages, chosen = self.choice.shape
         rows, slots = batch * kv_heads, self.slot_count
         device = self.choice.device
@@ -192,7 +192,7 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError if `wrong` is true on a CPU; a GPU fails later, without a wait."""
+    """Raise UnsupportedError if `wrong` is true on a CPU; a GPU asserts later, without a wait."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -205,7 +205,7 @@ def _refuse(wrong: Tensor, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """The settings of attention over chosen pages by the Triton kernels."""
+    """Settings of one call of the Triton kernels for attention to chosen pages."""
 
     table: PageTable
     scale: float
@@ -225,7 +225,7 @@ class PageGradients(NamedTuple):
 def supports(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
 ) -> bool:
-    """Return whether the Triton kernels support such heads on this device."""
+    """Return whether the Triton kernels support heads of these sizes on this device."""
     if softcap is not None or dtype not in DTYPES or find_spec("triton") is None:
         return False
     if head_dim != value_dim or head_dim % 8 or not 8 <= head_dim <= 256:
@@ -239,10 +239,10 @@ def supports(
 
 
 def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out, in the dtype of q, and lse, fp32, of attention over the chosen pages alone, as
-    new tensors. A query that sees no key has out 0 and lse -inf, which `merge_` gives no weight.
-    out is [B, C, H, D] in memory. Raises UnsupportedError for tensors that do not fit each other or
-    the kernels."""
+    """Return the output of attention to the chosen pages alone, in the dtype of q and in memory [B,
+    C, H, D], and its LSE, fp32. A query that sees no key has output 0 and LSE -inf, which `merge_`
+    gives no weight. Raises UnsupportedError for tensors that do not fit each other or the
+    kernels."""
     _check(call, q, keys, values)
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     out = out.transpose(1, 2)
@@ -258,9 +258,9 @@ def attend_pages_backward(
     values: Tensor,
     totals: PageGradients,
 ) -> Tensor:
-    """Return the chosen pages' share of dq, as a new fp32 tensor, and add their dK and dV to
-    `totals`. out is in the dtype of q, lse fp32. Totals of pages that no query chose are neither
-    read nor written. The same inputs give the same bits."""
+    """Return the part of dq that comes from the chosen pages, as a new fp32 tensor, and add the
+    pages' dK and dV to `totals`; pages that no query chose are neither read nor written there.
+    `queries` has out in the dtype of q and lse in fp32. The same inputs give the same bits."""
     dout, q, out, lse = queries
     _check(call, q, keys, values)
     _check_gradients(queries, keys, totals)
@@ -300,8 +300,8 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """Yield a backward's launches in order: values per query (`rows`, [B, H, C, 4] fp32), which the
-    other two read; dQ; dK and dV."""
+    """Yield the kernel launches of a backward, in order. The first writes three values per query to
+    `rows` ([B, H, C, 4] fp32), which the other two read; then follow dQ, and dK with dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
@@ -352,8 +352,8 @@ def _launch(
 
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False) -> PageShape:
-    """Return the compile-time sizes of a kernel. With `several`, one tile may hold rows of several
-    query pages; otherwise it shrinks to the rows of one query page if that has fewer."""
+    """Return the sizes for which a kernel is compiled. With `several`, a tile may hold rows of
+    several query pages; otherwise the tile shrinks to the rows of a query page that has fewer."""
     table, group = call.table, q.shape[1] // call.table.choice.shape[1]
     rows = group * table.query_tokens
     return PageShape(
@@ -369,7 +369,7 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
 
 
 def _warps(shape: PageShape, tile: PageTile) -> int:
-    """Return the warps for a tile, at least 16 rows each: more would compute rows twice."""
+    """Return the number of warps for a tile, at least 16 rows each: more would repeat work."""
     shrunk = shape.tile_queries < tile.queries
     return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 
@@ -394,7 +394,7 @@ def _pages(call: PagedCall) -> PageReads:
 
 
 def _tokens_first(x: Tensor) -> Heads:
-    """Return keys or values [T, B, Hk, D] with the strides that the kernels expect."""
+    """Return keys or values [T, B, Hk, D] as a kernel argument: the tensor with its strides."""
     token, batch, head, _ = x.stride()
     return Heads(x, batch, head, token)
 
@@ -514,7 +514,7 @@ def fused_votes(
 
 @dataclass(frozen=True, slots=True)
 class TritonFar:
-    """Implements `FarKernel` by Triton kernels, for heads that `supports` accepts."""
+    """The `FarKernel` that uses Triton kernels, for heads that `supports` accepts."""
 
     tiles: PageTiles | None = None  # None: those of the GPU's table
     softcap: None = None
@@ -580,7 +580,7 @@ class TritonFar:
         return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
-        """Return the call for a slab's copies: the choice's entries in other slabs become -1."""
+        """Return the kernel call for a slab (gathered pages); entries of other slabs become -1."""
         slots = slab.units.index.int().contiguous()
         entries = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page
@@ -594,7 +594,7 @@ class TritonFar:
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:
-    """View pages copied to the device, [U pages, P tokens, D], as keys or values [U * P, B, Hk, D].
-    Each page serves one row and head, so all B rows and Hk heads share its memory (stride 0)."""
+    """View gathered pages [U pages, P tokens, D] as keys or values [U * P, B, Hk, D]. Each page
+    serves one batch row and KV head, so the axes B and Hk repeat its memory (stride 0)."""
     rows, heads = choice.shape[:2]
     return of_units.flatten(0, 1)[:, None, None].expand(-1, rows, heads, -1)

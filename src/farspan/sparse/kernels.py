@@ -37,13 +37,13 @@ NOWHERE = tl.constexpr(2**20)  # a query page after every chunk
 
 @triton.jit
 def _size(veiled):
-    """Decode an integer of `PageSizes` or `VoteSizes`."""
+    """Decode an integer argument of a kernel, which `veiled` encoded."""
     return veiled >> 4
 
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return addresses [rows, parts[part]] of a part of vectors at `offset` + row, and a mask."""
+    """Return addresses [rows, width] of one part of the vectors at `offset` + row, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -53,7 +53,7 @@ def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def _load(x, offset, row, fits, shape: tl.constexpr):
-    """Load a tile of vectors as a tuple of their parts; rows that do not fit are zeros."""
+    """Load a tile of vectors as a tuple of parts of their width; zeros for rows outside `fits`."""
     tile = ()
     for part in tl.static_range(len(shape.parts)):
         at, mask = _vectors(x, offset, row, fits, part, shape)
@@ -70,8 +70,8 @@ def _store(x, offset, row, fits, tile, shape: tl.constexpr):
 
 @triton.jit
 def _query_rows(query_page, row, sizes, shape: tl.constexpr):
-    """Return each row's head in its group, its token in the chunk, and whether they exist.
-    `query_page` is one number, or one for each row."""
+    """Return each tile row's query head within its group, its token in the chunk, and whether the
+    row exists. `query_page` is one number, or one for each row."""
     head = row // shape.query_page
     token = query_page * shape.query_page + row % shape.query_page
     fits = (head < shape.group) & (token < _size(sizes.queries))
@@ -80,7 +80,7 @@ def _query_rows(query_page, row, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _place(x, batch, kv_head, heads):
-    """Return the offset of a batch row's first head in a group of `heads` heads."""
+    """Return the offset, in elements, of the first of `heads` heads that share a KV head."""
     return batch.to(tl.int64) * x.batch + kv_head.to(tl.int64) * heads * x.head
 
 
@@ -97,7 +97,7 @@ def _rows_of_program(sizes, shape: tl.constexpr):
 
 @triton.jit
 def _entries(table, query_page, sizes):
-    """Return the first entry of the choice that a query page reads, and the number of entries."""
+    """Return which chosen pages (entries) a query page reads: the first, and their number."""
     row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
     first, count = row * _size(sizes.chosen), _size(sizes.chosen)
     if table.runs is not None:
@@ -108,7 +108,7 @@ def _entries(table, query_page, sizes):
 
 @triton.jit
 def _chosen_page(table, entry):
-    """Return an entry's page in the sequence, -1 for none, and its slot in the buffer."""
+    """Return the page in an entry of the choice (-1: none), and the page's place in the buffer."""
     page = tl.load(table.choice + entry)
     slot = page
     if table.slots is not None:
@@ -118,7 +118,7 @@ def _chosen_page(table, entry):
 
 @triton.jit
 def _keys_of(page, slot, tile, sizes, shape: tl.constexpr):
-    """Return a page tile's first token, in the sequence and in the buffer, and a mask of keys."""
+    """Return a tile's first token in the sequence and in the buffer, and a mask of its keys."""
     first = tile * shape.tile_keys
     count = tl.where(page < 0, 0, tl.minimum(shape.page, _size(sizes.tokens) - page * shape.page))
     fits = tl.arange(0, shape.tile_keys) < count - first
@@ -133,7 +133,7 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 @triton.jit
 def _product(a, b, start):
-    """Return a @ b.T, added to `start` if given; fp32, used to check last bits, adds it last."""
+    """Return a @ b.T + start (None: 0). With fp32, for bit-exact checks, add `start` last."""
     late: tl.constexpr = start is not None and a[0].dtype == tl.float32
     product = None if late else start
     for part in tl.static_range(len(a)):
@@ -150,9 +150,9 @@ def _zeros(rows: tl.constexpr, tile):
 
 @triton.jit
 def _add_product(sums, weights, tile):
-    """Return sums + weights @ tile, part by part, the last part first. With few rows, Triton
-    distributes all products of a loop over warps to suit the last one. For 16 rows of 16 dimensions
-    four warps would compute the same: 2.5 times the work of 128 dimensions for 80."""
+    """Return sums + weights @ tile, each part of the width by itself, the last first. With few rows
+    Triton distributes all products of a loop over warps as the last one requires. For 16 rows of 16
+    dimensions four warps would compute the same: 2.5 times the work of 128 dimensions for 80."""
     weights, added = weights.to(tile[0].dtype), ()
     for part in tl.static_range(len(tile) - 1, -1, -1):
         sum_of_part = tl.dot(weights, tile[part], sums[part], input_precision="ieee")
@@ -233,10 +233,10 @@ def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _row_values(rows, offset, row, fits):
-    """Return -lse / scale, -rowsum(dO * O) and the first visible key of each query; zeros for rows
-    that do not fit. One load of 16 bytes a query: three tensors would take three times the copies
-    of four bytes, and their addresses. A product begins with -lse / scale or -delta as its sum,
-    which saves the registers of a subtraction."""
+    """Return what `rows_kernel` stored per query: -lse / scale, -rowsum(dO * O) and the first
+    visible key; zeros for rows outside `fits`. One load of 16 bytes per query: three tensors would
+    take three times the copies of four bytes, and their addresses. Products that start from -lse /
+    scale or -delta save the registers of a subtraction."""
     at = rows + offset * 4 + row[:, None] * 4 + tl.arange(0, 4)[None, :]
     four = tl.load(at, mask=fits[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
@@ -288,10 +288,9 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Return the query page whose rows tile number `step` of a page's visits holds, or the query
-    page of each row. A tile belongs to one query page, unless query pages have fewer rows: then the
-    rows of all visits lie one after the other and a tile spans several. After the last visit comes
-    a page without queries."""
+    """Return the query page of tile number `step`, among the tiles of the query pages that chose a
+    page of keys. If query pages have fewer rows than a tile, tiles span several, and the result is
+    the query page of each row. After the last one comes a query page without queries."""
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
@@ -305,9 +304,9 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
-    """Return the head in its group and the token in its query page of a tile's first row, and those
-    of all rows relative to it. The former is one number for all rows; the latter is the same for
-    all tiles, except for tiles of several query pages or of parts of uneven ones."""
+    """Return a tile's first row, as query head within its group and token within its query page,
+    and the offsets (head, token) of all rows from the first. The offsets are the same for all
+    tiles, except for tiles of several query pages or of parts of uneven ones."""
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)
@@ -329,7 +328,7 @@ def _rows_of_tile(step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_from(x, place, head, token, shape: tl.constexpr):
-    """Return the offset of a tile's first row, or one per row if it spans query pages."""
+    """Return the offset of a tile's first row, or of each row if the tile spans query pages."""
     at = place + tl.cast(head, tl.int64) * x.head + tl.cast(token, tl.int64) * x.token
     if shape.group * shape.query_page < shape.tile_queries:
         at = at[:, None]
@@ -338,8 +337,8 @@ def _rows_from(x, place, head, token, shape: tl.constexpr):
 
 @triton.jit
 def _owned(visits, row, start, sizes, shape: tl.constexpr):
-    """Return the keys that one instance of the dK, dV kernel sums for: batch row, KV head, first
-    token in the sequence and in the buffer, and a mask of the keys that exist."""
+    """Return for which keys a program sums dK and dV: batch row, KV head, first token in the
+    sequence and in the buffer, and a mask of the keys that exist."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
     page = tl.load(visits.pages + start)
@@ -349,8 +348,8 @@ def _owned(visits, row, start, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
-    """Add a program's sums to the total at the keys that it owns. All inputs are read again
-    (`volatile`): addresses held through the loop cost 20 registers, which it does not have."""
+    """Add a program's sums of dK or dV to the totals of its keys. All inputs are read again
+    (`volatile`): addresses held through the loop cost 20 registers, which are not available."""
     row = tl.load(visits.rows + tl.program_id(0) // tiles, volatile=True).to(tl.int64)
     start = tl.load(visits.starts + row)
     batch, kv_head, _, at, there = _owned(visits, row, start, sizes, shape)
@@ -363,7 +362,7 @@ def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
 
 @triton.jit
 def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.constexpr):
-    """Compute dK and dV of a tile of one page's keys, which no other program writes."""
+    """Compute dK and dV for a tile of the keys of one page, which no other program writes."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     row = tl.load(visits.rows + tl.program_id(0) // tiles).to(tl.int64)
     start, stop = tl.load(visits.starts + row), tl.load(visits.starts + row + 1)
@@ -434,7 +433,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 
 @triton.jit
 def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
-    """Return the page of each column of votes; beyond the last column, a page after all others."""
+    """Return the page of each column of votes; after the last column, a number above all pages."""
     page = column
     if superpages is not None:
         each = _size(sizes.columns) // shape.superpage
@@ -448,8 +447,8 @@ def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexpr):
-    """Return the scores of queries for pages in base 2, [tile_queries, tile_keys]: for each page
-    the largest over its representatives."""
+    """Return the scores of a tile's queries for its pages, [tile_queries, tile_keys], in base 2:
+    for each page the largest over the keys that represent it."""
     row = (page * shape.each).to(tl.int64) * representatives.token
     there = page < _size(sizes.pages)
     if shape.each == 1:
@@ -466,7 +465,7 @@ def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexp
 
 @triton.jit
 def _seen_pages(first_key, batch, token, fits, page, sizes, shape: tl.constexpr):
-    """Return a mask of the pages that exist and hold a key that the query may see."""
+    """Return a mask of the pages that exist and hold a key visible to the query."""
     seen = (page < _size(sizes.pages))[None, :]
     if first_key is not None:
         first = _first_keys(first_key, batch, token, fits, sizes) // shape.page

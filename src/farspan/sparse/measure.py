@@ -24,8 +24,8 @@ from farspan.spec import BACKWARD_PRODUCTS, MEAN, Curve, Sparse
 
 @dataclass(frozen=True, slots=True)
 class PagesProblem:
-    """Random inputs to time sparse attention's kernels: a chunk's queries, the keys before it, and
-    pages of `Sparse()`'s size, drawn at random for each page of queries."""
+    """Random inputs for timing sparse attention's kernels: a chunk's queries, the keys before the
+    chunk, and pages of `Sparse()`'s size, drawn at random for each page of queries."""
 
     call: PagedCall
     q: Tensor
@@ -38,7 +38,7 @@ class PagesProblem:
         return self.q.shape[1]
 
     def flop(self, *, backward: bool) -> float:
-        """Return the FLOP of attention to the chosen pages, per query head."""
+        """Return the FLOP per query head of attention to the chosen pages."""
         table = self.call.table
         seen = table.choice.shape[3] * table.page
         flop = 4.0 * self.q.shape[2] * seen * self.q.shape[3]
@@ -56,7 +56,7 @@ class PagesProblem:
         return partial(attend_pages_backward, self.call, queries, self.k, self.v, totals)
 
     def vote(self) -> tuple[float, Call]:
-        """Return the FLOP of votes for pages, per query head, and the call that computes them."""
+        """Return the FLOP of the votes per query head, and a function that computes the votes."""
         sparse, page = Sparse(), self.call.table.page
         means = mean_keys(self.k, sparse.mean_tokens).permute(1, 2, 0, 3).contiguous()
         pages, call = range(self.k.shape[0] // page), FarCall(self.call.scale, page)
@@ -66,7 +66,7 @@ class PagesProblem:
 
 
 def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
-    """Make the inputs to time; None if farspan has no kernels for this device and dtype."""
+    """Make random inputs for timing; None if farspan has no kernels for this device and dtype."""
     if dtype.itemsize != 2 or not supports(bench.device, dtype, HEAD_DIM, HEAD_DIM, None):
         return None
     sparse, queries, tokens = Sparse(), 2 * bench.effort.held, 8 * bench.effort.held
@@ -85,8 +85,8 @@ def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
 
 
 def page_curves(bench: Bench, path: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Measure the rates of attention to chosen pages and of votes, each at one size; empty if
-    farspan has no kernels for this device."""
+    """Measure the FLOP/s of attention to chosen pages and of votes, each for one size, by name;
+    empty if farspan has no kernels for this device."""
     problem = chosen_pages(bench, dtype)
     if problem is None:
         return {}

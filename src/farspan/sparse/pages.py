@@ -39,7 +39,7 @@ MOST_PAGES = 2**31  # above any int32: avoids asking the device for the largest 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The distinct units of a choice, ordered by batch row, key-value head and page."""
+    """Distinct chosen units (pages of one batch row and KV head), by row, head and page."""
 
     rows: Tensor  # [U] int64
     heads: Tensor  # [U]
@@ -50,14 +50,14 @@ class Units:
         return len(self.pages)
 
     def places(self, page: int, batch: int, heads: int) -> Tensor:
-        """Return the units' row numbers, [U * P], in a buffer [T, B, Hk, D] viewed as [T * B * Hk,
-        D]: one `index_select` is 2.5 times as fast as indexing three dimensions."""
+        """Return the row numbers [U * P] of the units' tokens in a buffer [T, B, Hk, D] viewed as
+        [T * B * Hk, D]: one `index_select` is 2.5 times as fast as indexing three dimensions."""
         token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
         token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
         return token.flatten()
 
     def slabs(self, most_units: int) -> Iterator["Units"]:
-        """Yield the units in slabs of at most `most_units`, in order; nothing without units."""
+        """Yield the units in blocks (slabs) of at most `most_units`, in order."""
         if 0 < len(self) <= most_units:
             yield self
             return
@@ -69,8 +69,8 @@ class Units:
 
 
 def units_of(choice: Tensor, count: int | None = None) -> Units:
-    """Return the units of a choice [B, Hk, M, k]. `count` is their number; if it is None, the CPU
-    waits for the device to read it."""
+    """Return the distinct units of a choice of pages [B, Hk, M, k]. `count` is their number; if it
+    is None, the CPU waits to read the number from the device."""
     if choice.numel() == 0:
         nothing = torch.empty(0, dtype=torch.int64, device=choice.device)
         return Units(nothing, nothing, nothing, choice.long())
@@ -85,15 +85,15 @@ def units_of(choice: Tensor, count: int | None = None) -> Units:
 
 
 def count_of(choice: Tensor) -> Tensor:
-    """Return the number of units of a choice as a tensor [1], without making the CPU wait."""
+    """Return how many distinct units are chosen, as a tensor [1]: the CPU need not wait."""
     if choice.numel() == 0:
         return torch.zeros(1, dtype=torch.int64, device=choice.device)
     return _ranked(choice)[2][-1:].clone()
 
 
 def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the choice's entries sorted by unit, the index that each had before, and the number of
-    its unit, counted from 1; 0 for entries without a page."""
+    """Sort the entries of a choice by unit. Return the sorted entries, the index that each had
+    before, and the rank of each entry's unit, from 1; 0 for entries without a page."""
     batch, heads = choice.shape[:2]
     owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
     number = torch.where(choice < 0, -1, owner * MOST_PAGES + choice).flatten()
@@ -106,7 +106,7 @@ def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Copies of keys and values: consecutive units (pages of one batch row and key-value head)."""
+    """Gathered keys and values of consecutive units (pages of one batch row and key-value head)."""
 
     units: Units  # `index` is -1 for entries whose unit is in another slab
     keys: Tensor  # [U, P, D]
@@ -123,29 +123,29 @@ class Resident(NamedTuple):
 
 
 class Pages(KeyValues, Protocol):
-    """Keys and values before a chunk, read by block or by chosen page, and their gradients."""
+    """Keys, values and their gradients before a chunk, which attention reads by block or page."""
 
     def representatives(self, pages: range) -> Tensor:
-        """Return the mean keys of these pages [B, Hk, n * R, D], R per page, in their dtype."""
+        """Return R mean keys for each of these n pages, [B, Hk, n * R, D], in the keys' dtype."""
 
     def begin(self, choice: Tensor) -> None:
-        """Announce the choice [B, Hk, M, k] whose pages are read next, to fetch them ahead."""
+        """Announce the chosen pages [B, Hk, M, k] to be read next, so that they are fetched."""
 
     def resident(self) -> Resident | None:
-        """Return all pages to read in place; None if they must be copied by `slabs`."""
+        """Return buffers with all pages, to read in place; None if `slabs` must copy pages."""
 
     def slabs(self) -> Iterator[Slab]:
-        """Yield the announced pages in slabs, in order; each is valid until the next one."""
+        """Yield the announced pages in blocks (slabs), each valid until the next block."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Return zeros for a slab's dK [U, P, D] and dV [U, P, Dv], in the accumulate dtype."""
+        """Return zeros, dK [U, P, D] and dV [U, P, Dv] for U pages, in the accumulate dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
-        """Add a slab's dK and dV, accumulated in `sums`, to the totals of its pages."""
+        """Add dK and dV of a block of gathered pages to the sums over all queries."""
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:
-    """Return the means [n, B, Hk, D] of each `tokens` keys in k [T, B, Hk, D], without a rest."""
+    """Return the mean of every `tokens` keys in k [T, B, Hk, D], [T // tokens, B, Hk, D]."""
     whole = k.shape[0] // tokens
     parts = k[: whole * tokens].unflatten(0, (whole, tokens))
     return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
@@ -161,16 +161,16 @@ SCORES_ELSEWHERE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The pages that a chunk may choose from, and which page each column of the votes is for: page
-    `pages[i]`, or `columns()[..., i]` if superpages were ranked."""
+    """The pages that a chunk may choose from. Votes have a column for each: column i is page
+    `pages[i]`, or page `columns()[..., i]` if superpages (16 pages each) were ranked."""
 
     pages: range
     first: Tensor | None = None  # [B, M]: earlier pages are hidden from all queries; None: none are
     superpages: Tensor | None = None  # [B, Hk, M, S], ascending: only their pages are compared
 
     def columns(self) -> Tensor | None:
-        """Return the page of each column, [B, Hk, M, S * 16], if superpages were ranked, else None.
-        A ragged last superpage gives numbers beyond `pages`."""
+        """Return the page number of each column of the votes, [B, Hk, M, S * 16], if superpages
+        were ranked, else None. A ragged last superpage gives numbers beyond `pages`."""
         if self.superpages is None:
             return None
         within = torch.arange(SUPERPAGE, device=self.superpages.device)
@@ -178,7 +178,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return a mask of columns whose page no query sees: bool [B, 1 or Hk, M, n or S * 16]."""
+        """Return which columns (pages) no query sees, bool [B, 1 or Hk, M, columns]; or None."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -191,12 +191,12 @@ class Candidates:
         return (pages < self.first[..., None]).unsqueeze(1)
 
     def numbers(self, columns: Tensor) -> Tensor:
-        """Convert column numbers of the votes to page numbers, [B, Hk, M, k]."""
+        """Convert chosen columns of the votes [B, Hk, M, k] to page numbers."""
         pages = self.columns()
         return columns + self.pages.start if pages is None else pages.gather(3, columns)
 
     def spread(self, votes: Tensor) -> Tensor:
-        """Return votes with columns for all candidates, [B, Hk, M, n]: 0 if not compared."""
+        """Return the votes [B, Hk, M, n] for all n candidates, with 0 for pages not compared."""
         pages = self.columns()
         if pages is None:
             return votes
@@ -207,10 +207,10 @@ class Candidates:
 
 
 class Selector(Protocol):
-    """Chooses pages by their votes, as a pure function of its arguments and its own fields."""
+    """Function that chooses pages by their votes, determined by its arguments and its fields."""
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        """Return the pages chosen among `candidates`, for votes [B, Hk, M, columns]."""
+        """Return the numbers of the pages [B, Hk, M, k] chosen by votes [B, Hk, M, columns]."""
 
 
 def vote(
@@ -246,8 +246,8 @@ def vote(
 
 
 def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the parts of q [B, H, C, D] that are compared with keys [B, Hk, D, n * R] at one time,
-    as slices of tokens, of key-value heads and of pages of queries."""
+    """Yield the parts of q [B, H, C, D] whose scores for keys [B, Hk, D, n * R] fit into memory at
+    one time, as slices of tokens, of key-value heads and of pages of queries."""
     (batch, heads, tokens, _), kv_heads = q.shape, keys.shape[1]
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
     row = batch * (heads // kv_heads) * max(1, keys.shape[3])
@@ -259,7 +259,7 @@ def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, sli
 
 
 def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> Tensor | None:
-    """Return a mask [B, 1, 1, t, n] of the pages that end before a query's document begins."""
+    """Return a mask [B, 1, 1, t, n] of the n pages that end before query t's document begins."""
     if documents is None:
         return None
     number = torch.arange(pages.start, pages.stop, device=documents.device)
@@ -267,7 +267,7 @@ def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> T
 
 
 def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of about `most` tokens to compare at once: pages of queries, or parts of one."""
+    """Yield spans of about `most` tokens: whole pages of queries, or parts of a large page."""
     whole = max(1, most // page) * page
     step = whole if UNDIVIDED * most >= page else max(LEAST, most)
     for first in range(0, tokens, whole):
@@ -277,8 +277,8 @@ def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | None) -> Tensor:
-    """Return the softmax weights [B, h, r, t, n] that queries [B, h, r, t, D] give pages. keys [B,
-    h, D, n * R] has R = `each` per page; `hidden` is bool [B, 1, 1, t, n]."""
+    """Return the weights [B, h, r, t, n] that t queries [B, h, r, t, D] give n pages, by a softmax
+    over pages. keys [B, h, D, n * R] has R = `each` per page; `hidden` is bool [B, 1, 1, t, n]."""
     scores = _scores(q, keys, scale, each)
     if hidden is None:
         return scores.softmax(-1)
@@ -287,15 +287,15 @@ def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | 
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
-    """Return the scores [B, h, r, t, n] of queries for pages: each page's largest over keys."""
+    """Return the scores [B, h, r, t, n] of t queries for n pages: the largest of a page's keys."""
     # The heads of a group stacked: their keys are read once, not copied for each.
     scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
     return scores.unflatten(4, (-1, each)).amax(5) if each > 1 else scores
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
-    """Combine weights [B, h, r, t, n] over each page of queries into its votes [B, h, m, n], in
-    place: by the largest, or else by sums."""
+    """Combine the weights [B, h, r, t, n] that single queries give pages into `votes` [B, h, m, n]
+    of m pages of queries, in place: by the largest weight, or else by the sum."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
         weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)
@@ -310,9 +310,9 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
 
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
-    """Return keys by which superpages are ranked, [B, Hk, N * R', D], from mean keys [B, Hk, n * R,
-    D]: means of 4 tokens, less the mean of all, which favours no page but dominates some heads'
-    scores. A ragged last superpage repeats its last mean."""
+    """Return keys for ranking superpages (16 pages each), [B, Hk, N * R', D], from the mean keys
+    [B, Hk, n * R, D] of n pages: means of 4 tokens, less the mean of all tokens, which favours no
+    page but dominates some heads' scores. A ragged last superpage repeats its last mean."""
     each = sparse.super_tokens // sparse.mean_tokens
     parts = representatives.unflatten(2, (-1, each))
     count = parts.shape[2]
@@ -329,7 +329,7 @@ def largest_scores(
 ) -> Tensor:
     """Return, for each page of queries and superpage, the largest score of a query for a key, [B,
     Hk, M, N]; -inf if no query sees it. `sizes`: keys and tokens per superpage, queries per page;
-    `documents` [B, C]: each document's start, counted from the first superpage."""
+    `documents` [B, C]: first tokens of the queries' documents, counted from the first superpage."""
     each, page, together = sizes
     kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
     pages = range(keys.shape[3] // each)
@@ -346,9 +346,9 @@ def largest_scores(
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
-    """Return the superpages of largest scores [B, Hk, M, N]: int32 [B, Hk, M, count], rising."""
+    """Return the superpages with the largest scores [B, Hk, M, N]: int32 [B, Hk, M, count]."""
     superpages = Candidates(range(scores.shape[3]))
-    return take_most(scores, superpages, _everywhere(count, scores), count)
+    return take_most(scores, superpages, _scalar(count, scores), count)
 
 
 def vote_refined(
@@ -359,7 +359,7 @@ def vote_refined(
     documents: Tensor | None,
     candidates: Candidates,
 ) -> Tensor:
-    """Return the votes of `vote`, but only for pages in the superpages kept, [B, Hk, M, S * 16]."""
+    """Return votes as `vote` does, only for pages in the best superpages, [B, Hk, M, S * 16]."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -391,8 +391,8 @@ def vote_refined(
 def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
-    """Return the scores [B, Hk, m, r * t, S * 16] of queries [B, Hk, m, r * t, D] in m pages of
-    queries, `run`, for the pages in each one's superpages."""
+    """Return the scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] in the m
+    pages of queries `run`, each for the 16 pages of each of its S superpages."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)
@@ -407,25 +407,25 @@ def _refined_scores(
     return scores
 
 
-def _everywhere(count: int, votes: Tensor) -> Tensor:
+def _scalar(count: int, votes: Tensor) -> Tensor:
     """Return a scalar tensor, filled on the device: torch.tensor would wait for a copy."""
     return torch.full((), count, device=votes.device)
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Chooses the pages with the most votes; of equal pages the lower number."""
+    """Selector of the `pages` pages with the most votes; of equal pages the lower number."""
 
     pages: int
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         most = min(self.pages, votes.shape[3])
-        return take_most(votes, candidates, _everywhere(most, votes), most)
+        return take_most(votes, candidates, _scalar(most, votes), most)
 
 
 @dataclass(frozen=True, slots=True)
 class Fraction:
-    """Chooses a fixed share of the pages that a page of queries could see, by most votes:
+    """Selector of a fixed share of the pages that a page of queries could see, by most votes:
     block-sparse attention of a given sparsity (FPDT 5.6 and table 4, which do not state how blocks
     are chosen). The time of a step grows with the square of the tokens, as with dense attention."""
 
@@ -444,7 +444,7 @@ class Fraction:
         pages = len(candidates.pages)
         most = min(ceil(share * pages), votes.shape[3])
         if candidates.first is None:
-            return take_most(votes, candidates, _everywhere(most, votes), most)
+            return take_most(votes, candidates, _scalar(most, votes), most)
         seen = (candidates.pages.stop - candidates.first).clamp(0, pages)
         counts = (-(-seen * share.numerator // share.denominator)).clamp(max=most)
         return take_most(votes, candidates, counts[:, None, :, None], most)
@@ -452,7 +452,7 @@ class Fraction:
 
 @dataclass(frozen=True, slots=True)
 class RandomPages:
-    """Chooses as many pages as `TopK`, but at random: a baseline for the other selectors."""
+    """Selector of as many pages as `TopK`, at random: a baseline for the other selectors."""
 
     pages: int
     seed: int
@@ -467,7 +467,7 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Chooses pages by a user's function, and checks its answer: page numbers, -1 for none."""
+    """Selector that calls a user's function, and checks its result: page numbers, -1 for none."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 
@@ -480,8 +480,8 @@ class Checked:
 
 
 def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) -> None:
-    """Raise UnsupportedError unless a user's choice has this shape and holds numbers of `pages`,
-    each at most once in a row, or -1."""
+    """Raise UnsupportedError unless a user's choice has this shape (None: any size) and each row
+    contains numbers in `pages`, none of them twice, or -1."""
     expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     got = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
     if not isinstance(choice, Tensor) or choice.dtype not in (torch.int32, torch.int64):
@@ -504,8 +504,8 @@ def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) ->
 
 
 def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) -> Tensor:
-    """Return the pages with the most votes, `counts` <= `most` in each row; of equal pages the
-    lower number. This holds on every device: topk alone leaves open which of two equals it
+    """Return the pages with the most votes for each page of queries, `counts` <= `most` of them; of
+    equal pages the lower number, on every device: topk alone leaves open which of two equals it
     takes."""
     columns, hidden = votes.shape[3], candidates.hidden()
     if most == 0:

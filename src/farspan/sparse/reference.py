@@ -31,8 +31,8 @@ from farspan.spec import RunSpec, Sparse
 
 @dataclass(frozen=True, slots=True)
 class SparseReference:
-    """Attention of a sparse schedule, by its definition; arguments as for `reference`. The selector
-    chooses pages by votes over the whole sequence's queries and keys."""
+    """Sparse attention of whole sequences in plain PyTorch, called like the dense `reference`. The
+    selector chooses pages by votes of the whole sequence's queries for its keys."""
 
     sparse: Sparse
     chunk: int
@@ -40,7 +40,7 @@ class SparseReference:
     layer: int = 0
 
     def of(self, module: Any) -> "SparseReference":
-        """Return a copy of this reference for the layer that holds `module`, its attention."""
+        """Return a copy for the decoder layer whose attention module is `module`."""
         return replace(self, layer=module.layer_idx)
 
     def __call__(
@@ -73,7 +73,7 @@ class SparseReference:
         return sparse_reference(q, k, v, mask, scale, softcap or torch.inf, sinks)
 
     def choice(self, q: Tensor, k: Tensor, scale: float, document_ids: Tensor) -> Tensor:
-        """Return the chosen pages [B, Hk, M, k] of a whole sequence, padded by -1."""
+        """Return the pages chosen by each page of queries, [B, Hk, M, k], padded by -1."""
         sparse, (batch, heads, tokens, _) = self.sparse, k.shape
         most = max(sparse.width(start) for start in range(0, tokens, self.chunk))
         means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
@@ -98,8 +98,8 @@ class SparseReference:
 
 @dataclass(slots=True)
 class SparseFunction(Function):
-    """Sparse attention as the function that a check compares. In float64 plain autograd and the
-    step each choose pages; in lower precision both use the pages that `exact` chose."""
+    """Sparse attention as checked by `farspan verify`. In float64 the reference and the step each
+    choose pages; in lower precision both use the pages that float64 chose (`exact`)."""
 
     given: GivenSelector | None
     choices: list[Tensor] | None = None  # by layer, then by chunk
@@ -179,8 +179,8 @@ class SparseFunction(Function):
 
 
 def linear_modules(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the trained matrices of a layer by module, all experts of a kind together. A module is
-    named by the last part of its path, such as q_proj, or by all of it if that is ambiguous."""
+    """Return a layer's trained matrices by module name, all experts of a kind together. The name is
+    the last part of the path, such as q_proj, or the whole path if that part is ambiguous."""
     by_path: dict[str, list[nn.Parameter]] = {}
     for path, parameter in layer.named_parameters():
         parts = [part for part in path.split(".") if part != "weight" and not part.isdigit()]
@@ -195,13 +195,13 @@ def linear_modules(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
     return {short(path): parameters for path, parameters in by_path.items()}
 
 
-def distance(found: Gradients, expected: Gradients, names: Iterable[str]) -> float:
-    """Return |found - expected| / |expected| over these gradients as one vector; |found| if that is
-    zero. NaN counts as infinite."""
+def distance(gradients: Gradients, expected: Gradients, names: Iterable[str]) -> float:
+    """Return the relative error |gradients - expected| / |expected| of the named gradients, as one
+    vector; |gradients| if `expected` is zero. NaN counts as infinite."""
     off = size = 0.0
     for name in names:
         right = expected[name].double()
-        off += float((found[name].double() - right).square().sum())
+        off += float((gradients[name].double() - right).square().sum())
         size += float(right.square().sum())
     error = (off / size if size > 0 else off) ** 0.5
     return error if error == error else float("inf")

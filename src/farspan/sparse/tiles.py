@@ -12,7 +12,7 @@ from farspan.spec import SUPERPAGE
 
 @dataclass(frozen=True, slots=True)
 class PageTile:
-    """The tile of one kernel, rows of queries by keys of a page, with its warps and stages."""
+    """Tile sizes of one kernel, queries by keys, and its numbers of warps and stages."""
 
     queries: int  # rows, a power of two, 16 or more
     keys: int  # a power of two, 16 or more
@@ -28,7 +28,7 @@ class PageTiles:
 
 
 class PageShape(NamedTuple):
-    """Sizes that the kernels are compiled for."""
+    """Sizes for which a kernel is compiled."""
 
     page: int
     query_page: int
@@ -45,7 +45,7 @@ class PageShape(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Sizes that the kernels take as arguments; `veiled`, except for heads and scale."""
+    """Sizes passed to attention kernels as arguments; all but heads and scale `veiled`."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
@@ -57,7 +57,7 @@ class PageSizes(NamedTuple):
 
 
 class VoteSizes(NamedTuple):
-    """Sizes that the kernels of votes take as arguments."""
+    """Sizes passed to the kernels for votes as arguments, encoded as in `PageSizes`."""
 
     queries: int
     query_pages: int
@@ -112,20 +112,20 @@ ROW = 16  # bytes per query that a backward reads, without vectors
 
 
 def tile_edge(size: int) -> int:
-    """Return the tile edge for `size` rows of a product: the next power of two, at least 16."""
+    """Return the tile size for a dimension of `size`: the next power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def parts_of(head_dim: int) -> tuple[int, ...]:
-    """Return the widths of the tiles that hold a vector: one power of two, or two if that pads
-    less: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64, but 112 are in 128."""
+    """Return the tile widths that hold a vector of a head: one power of two, or the sum of two if
+    that pads less: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64, but 112 is padded to 128."""
     whole = tile_edge(head_dim)
     two = whole // 2, tile_edge(head_dim - whole // 2)
     return two if sum(two) < whole else (whole,)
 
 
 def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
-    """Return the tiles for a GPU's compute capability, a head size and the bytes per element."""
+    """Return each kernel's tile for a compute capability, a head size and bytes per element."""
     if itemsize > 2:
         return FULL_PRECISION
     return TILES[max(known for known in TILES if known <= capability)][max(64, tile_edge(head_dim))]
@@ -138,10 +138,10 @@ def vote_tile(head_dim: int, itemsize: int) -> PageTile:
 
 
 def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
-    """Return the shared memory (bytes) that the neediest kernel takes: tensors held throughout, as
-    many tiles of the inner loop as are in flight, and weights, which some chips multiply from
-    there. A forward holds a tile of queries and loops over tiles of keys and values; the others
-    hold two tiles and loop over two."""
+    """Return the largest shared memory of a kernel, in bytes: tensors held throughout, the tiles of
+    the inner loop that are in flight, and weights, which some chips multiply from shared memory. A
+    forward holds a tile of queries and loops over tiles of keys and values; other kernels hold and
+    loop over two tiles."""
     vector = sum(parts_of(head_dim)) * itemsize
     forward, dq, dkv = tiles.forward, tiles.dq, tiles.dkv
     of_query = 2 * vector + ROW

@@ -46,7 +46,7 @@ FIRST_REPLAYED = 2
 
 @dataclass(slots=True)
 class Session:
-    """The native allocators of a process, one per device, and their iterations.
+    """A process's native allocators, one for each device, and the iterations that they count.
 
     Invariant: `begun` counts the iterations of a device since `forget`; `plans` has the plan that
     each follows.
@@ -76,8 +76,8 @@ class Session:
             self._follow(device, plan_iteration(iteration(self.memory.recorded(device))))
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
-        """Make a device follow a plan from its next iteration on, or warn and keep stitching: if
-        the arena does not fit, another stream would have to wait, or the previous plan's tensors
+        """Let a device follow a plan from its next iteration on; or warn and go on stitching if the
+        arena does not fit, another stream would have to wait, or tensors of the previous plan
         live."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it
@@ -88,7 +88,7 @@ class Session:
         self.plans[device] = plan
 
     def forget(self, device: int) -> None:
-        """Drop a device's plan and count its iterations anew, as the next steps differ."""
+        """Drop a device's plan and count its iterations anew, as the next steps will differ."""
         if self.memory.mode == "replay":
             allocator = self.memory.of(device)
             allocator.record(False)
@@ -116,7 +116,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Current:
-    """The installed allocator of this process, and the changes made to PyTorch."""
+    """The allocator installed in this process, and what it changed in PyTorch."""
 
     installed: Installed
     session: Session
@@ -183,37 +183,37 @@ def installed() -> Installed | None:
 
 
 def begin_iteration(device: int | None = None) -> None:
-    """Begin a step on a device, by default the current one: its plan starts over, and its recording
-    gets a mark. Raises UnsupportedError without an installed allocator."""
+    """Begin a step on a device, by default the current device: its plan starts again, and its
+    recording gets a mark. Raises UnsupportedError if no allocator is installed."""
     _current().session.begin_iteration(_index(device))
 
 
 def forget(device: int | None = None) -> None:
-    """Prepare a device for steps unlike the earlier ones: its plan is dropped, the plan's arena is
-    freed and a new plan is learned. Raises UnsupportedError without an installed allocator."""
+    """Prepare a device for steps unlike the earlier ones: drop its plan, free the plan's arena and
+    learn a new plan. Raises UnsupportedError if no allocator is installed."""
     _current().session.forget(_index(device))
 
 
 def statistics(device: int | None = None) -> Statistics:
-    """Return the counters of the device's native allocator. Raises UnsupportedError without one."""
+    """Return the counters of a device's native allocator. Raises UnsupportedError without one."""
     return _current().session.memory.statistics(_index(device))
 
 
 def recorded(device: int | None = None, iteration: int | None = None) -> Trace:
     """Return a device's recording, or only iteration `number` (-1: the last), as a trace. Raises
-    UnsupportedError without an installed allocator, or if that iteration was not recorded."""
+    UnsupportedError if no allocator is installed, or if the iteration was not recorded."""
     return _current().session.recorded(_index(device), iteration)
 
 
 def followed(device: int | None = None) -> ReplayPlan | None:
-    """Return the plan that a device follows, or None before its second iteration."""
+    """Return the plan that a device follows; None before its second iteration."""
     return _current().session.plans.get(_index(device))
 
 
 def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
-    """Run a Python program in this process under the recording allocator, and return the trace of
-    the GPU that is current at its end. The program runs as by `python SCRIPT`: it can import
-    modules of its folder. Raises UnsupportedError, or any error of the program."""
+    """Run a Python program in this process with the recording allocator, and return the trace of
+    the GPU that is current at the end. As with `python SCRIPT`, the program can import modules of
+    its folder. Raises UnsupportedError, or any error of the program."""
     if not script.is_file():
         raise UnsupportedError(f"record: {script} is not a file")
     install("record")
@@ -232,16 +232,16 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     return recorded()
 
 
-def _setting(name: str, given: int | None, options: AllocatorOptions) -> int:
-    """Return a setting given as a keyword or in the options. Raises UnsupportedError for both."""
+def _setting(name: str, keyword: int | None, options: AllocatorOptions) -> int:
+    """Return a setting, a keyword or one of the options. Raises UnsupportedError if it is both."""
     value: int = getattr(options, name)
-    if given is None:
+    if keyword is None:
         return value
     if value != getattr(AllocatorOptions(), name):
         raise UnsupportedError(
-            f"{name}: {given} is given, but options has {value}; give only one of the two"
+            f"{name}: {keyword} is given, but options has {value}; give only one of the two"
         )
-    return given
+    return keyword
 
 
 def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:

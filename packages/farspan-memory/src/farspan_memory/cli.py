@@ -47,7 +47,7 @@ STDOUT, STDERR = 1, 2
 
 
 def typer_app(**options: Any) -> typer.Typer:
-    """Return a typer application that shows plain tracebacks."""
+    """Return a typer application that shows plain Python tracebacks."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
 
 
@@ -66,7 +66,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlacementOptions:
-    """A trace whose tensors need addresses, and the limits of the search."""
+    """What a command places: a trace whose tensors need addresses, and the limits of the search."""
 
     trace: Trace
     requests: tuple[PlacementRequest, ...]  # sizes rounded up
@@ -161,8 +161,8 @@ def mip(question: PlacementOptions) -> tuple[Solution, str]:
 
 @contextmanager
 def _c_output_aside() -> Iterator[None]:
-    """Send what C libraries print to stderr, since stdout may carry JSON: HiGHS prints a line of
-    its own if sizes differ by orders of magnitude."""
+    """Redirect what C libraries print in the block to stderr, since stdout may carry JSON: HiGHS
+    prints a line of its own if sizes differ by orders of magnitude."""
     kept = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     try:
@@ -196,20 +196,20 @@ METHODS: dict[Method, Callable[[PlacementOptions], tuple[Solution, str]]] = {
 
 
 def placement_json(
-    question: PlacementOptions, found: Solution, method: str, alignment: int
+    question: PlacementOptions, solution: Solution, method: str, alignment: int
 ) -> dict[str, Any]:
-    """Return a plan as JSON: the arena's bytes, and an address per malloc, in order."""
-    placement, capacity = found.placement, question.capacity
+    """Return a placement as JSON: the arena's bytes, and the address of each malloc, in order."""
+    placement, capacity = solution.placement, question.capacity
     return {
         "trace": question.trace.name,
         "requests": len(question.requests),
         "method": str(method),
         "peak": placement.height,
         "lower_bound": placement.lower_bound,
-        "proved_bound": found.proved_bound,
-        "optimal": found.optimal,
-        "seconds": found.seconds,
-        "nodes": found.nodes,
+        "proved_bound": solution.proved_bound,
+        "optimal": solution.optimal,
+        "seconds": solution.seconds,
+        "nodes": solution.nodes,
         "alignment": alignment,
         "capacity": capacity,
         "fits": None if capacity is None else placement.height <= capacity,
@@ -218,7 +218,7 @@ def placement_json(
 
 
 def show_placement(answer: dict[str, Any], solution: Solution) -> None:
-    """Print a plan for a person."""
+    """Print a placement as text."""
     peak, bound = answer["peak"], answer["lower_bound"]
     gap = f" (+{peak / bound - 1:.2%})" if peak > bound > 0 else ""
     proof = "optimal, proved" if solution.optimal else "not proved optimal"
@@ -287,7 +287,7 @@ def compare_command(
 
 
 def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
-    """Return all comparisons as JSON, with the sources of the driver calls' costs."""
+    """Return all comparisons as JSON, and where the costs of driver calls come from."""
     return {
         "comparisons": [each.to_json() | {"remark": remark(each)} for each in comparisons],
         "costs": {call: cost.source for call, cost in PUBLISHED.items()},
@@ -315,8 +315,8 @@ def record_command(
 
 
 def write_and_tell(trace: Trace, output: Path, began: float, as_json: bool) -> None:
-    """Write a trace and print its summary; `began` is the time.monotonic() at which the recording
-    began."""
+    """Write a trace and print its summary, with the time since `began`, a value of
+    time.monotonic()."""
     write_trace(trace, output)
     mallocs = [event for event in trace.events if isinstance(event, Malloc)]
     found = {

@@ -49,7 +49,7 @@ SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement, and the lower bound that is proved for any placement's height."""
+    """A placement, and a proved lower bound on the height of any placement."""
 
     placement: Placement
     proved_bound: int  # no placement is lower than this
@@ -58,28 +58,28 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """True if it is proved that no placement is lower."""
+        """True if the bound proves that no placement is lower."""
         return self.placement.height == self.proved_bound
 
 
 def place_flat(requests: Sequence[PlacementRequest], seconds: float = math.inf) -> Solution:
-    """Place all requests in one level by greedy rules."""
+    """Place all requests by greedy rules, in one level: layers are not placed first."""
     begin = perf_counter()
     placement = place_greedily(requests, seconds)
     return Solution(placement, least_height(requests, placement), perf_counter() - begin)
 
 
 def least_height(requests: Sequence[PlacementRequest], placement: Placement) -> int:
-    """Return a lower bound on the height of any placement: the most bytes alive, or the largest
-    request, since even one with an empty lifetime has an address."""
+    """Return a lower bound on any placement's height: the most bytes alive or, if larger, the
+    largest request, since even one with an empty lifetime has an address."""
     return max([placement.lower_bound, *(r.size for r in requests)])
 
 
 def place_exactly(
     requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
 ) -> Solution:
-    """Return the lowest placement that a search of `seconds` finds. With a capacity, spend all the
-    time on the question whether a placement fits into it, and return the first that does.
+    """Return the lowest placement found by a search of at most `seconds`. With a capacity, spend
+    all the time on whether a placement fits into it, and return the first that does.
 
     Raises NativeError without the native library.
     """
@@ -113,7 +113,7 @@ class _Search:
         self.step = math.gcd(*(r.size for r in requests)) or 1
 
     def ask(self, height: int, share: float) -> None:
-        """Search for a placement of this height, for at most a share of the remaining time."""
+        """Search for a placement of at most this height, for a share of the remaining time."""
         left = self.end - perf_counter()
         if self.best.height <= height or left <= 0:
             return
@@ -128,7 +128,7 @@ class _Search:
             self.bound += -self.bound % self.step
 
     def halve(self) -> None:
-        """Try heights halfway between the bound and the best until they meet or time is up."""
+        """Try the height halfway between bound and best until they meet or time is up."""
         while self.given_up < self.best.height and perf_counter() < self.end:
             steps = (self.best.height - self.given_up) // self.step
             self.ask(self.given_up + (steps - 1) // 2 * self.step, SHARE)
@@ -144,7 +144,7 @@ Signature = tuple[tuple[int, int, int], ...]  # of the local requests: size, bir
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One pass through a layer, with the indices of the requests that live only within it."""
+    """One pass through a layer, with the indices of the requests that live only during the pass."""
 
     name: str
     start: int
@@ -154,7 +154,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bilevel:
-    """Result of a placement in two levels: within layers, then of all layers and other requests."""
+    """Result of placing in two levels: requests within layers, then layers and other requests."""
 
     solution: Solution
     segments: int
@@ -163,8 +163,7 @@ class Bilevel:
 
 
 def segments(trace: Trace) -> tuple[Segment, ...]:
-    """Return the segments of a trace: from each mark named after a layer's pass to the next
-    mark."""
+    """Return the segments of a trace: from a mark that names a layer's pass to the next mark."""
     marks = [(at, e.name) for at, e in enumerate(trace.events) if isinstance(e, Mark)]
     stops = [*(at for at, _ in marks), len(trace.events)][1:]
     requests = trace.requests()
@@ -182,8 +181,8 @@ def segments(trace: Trace) -> tuple[Segment, ...]:
 
 
 def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Signature:
-    """Return each tensor's size and the order in which tensors are made and freed. Segments (passes
-    of a layer) with equal signatures share one placement plan."""
+    """Return the sizes of a layer pass's tensors and the order of their mallocs and frees. Passes
+    with equal signatures share one placement."""
     times = sorted({t for i in local for t in (requests[i].born, requests[i].dies)})
     rank = {time: index for index, time in enumerate(times)}
     return tuple((requests[i].size, rank[requests[i].born], rank[requests[i].dies]) for i in local)
@@ -195,8 +194,8 @@ def place_bilevel(
     seconds: float = 60.0,
     solve: Solve = place_exactly,
 ) -> Bilevel:
-    """Place the requests in two levels. `solve` first places the requests within each distinct
-    segment, for half of the time in all, then the segments among the other requests."""
+    """Place the requests in two levels. `solve` first places those within each different segment
+    (pass through a layer), in half of the time, then the segments among the other requests."""
     begin = perf_counter()
     named = [(s, signature(requests, s.local)) for s in layers if s.local]
     distinct = dict.fromkeys(sign for _, sign in named)
@@ -229,7 +228,7 @@ def place_bilevel(
 def _segment_request(
     requests: Sequence[PlacementRequest], segment: Segment, plan: Placement
 ) -> PlacementRequest:
-    """Return a placed segment as one request, which is alive while any of its tensors is."""
+    """Return a placed segment as one request, which lives while any of its tensors lives."""
     lives = [requests[i] for i in segment.local]
     return PlacementRequest(plan.height, min(r.born for r in lives), max(r.dies for r in lives))
 
@@ -237,8 +236,8 @@ def _segment_request(
 def _solution(
     requests: Sequence[PlacementRequest], addresses: list[int], seconds: float
 ) -> Solution:
-    """Return the placement as a solution. It counts as optimal only if it reaches the bound of all
-    requests, since optimal levels prove nothing about the whole."""
+    """Return the placement as a solution. Only the bound of all requests can prove it optimal,
+    since optimal levels prove nothing about the whole."""
     alive = live_peak(requests)
     placement = placed_at(requests, addresses, alive)
     return Solution(placement, least_height(requests, placement), seconds)

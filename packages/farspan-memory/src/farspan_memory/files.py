@@ -13,11 +13,11 @@ PARTIAL = ".partial-"  # before the name of an unfinished file
 
 
 class NotPrivate(OSError):
-    """Another user owns a file or folder, or may write to it; the message names it."""
+    """Another user owns a file or folder, or may write to it; the message names the file."""
 
 
 def write_output(path: Path, content: str | bytes, option: str) -> None:
-    """Write the file that the user named by `option`. An existing file stays until the new one is
+    """Write the file that the user named by `option`. An existing file stays until the new file is
     complete. Raises UnsupportedError, naming the option."""
     # Bytes of file names that are not Unicode become question marks.
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
@@ -43,7 +43,7 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Flush a finished file to the disk and rename it to `path`, replacing any existing file."""
+    """Flush a finished file to the disk, and rename it to `path`, replacing a file there."""
     _sync(partial)
     os.replace(partial, path)
     _sync(path.parent)
@@ -64,8 +64,8 @@ def digest(path: Path) -> str:
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder` for this user alone, or check that only this user may write there. Raises
-    NotPrivate, and OSError if it cannot be made."""
+    """Make `folder` for this user alone; if it exists, check that only this user may write there.
+    Raises NotPrivate, or OSError if it cannot be made."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_foreign(folder)
     if is_open(folder):
@@ -84,7 +84,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """Return whether users other than its owner may write to a file or folder."""
+    """Return whether users other than the owner may write to a file or folder."""
     return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 

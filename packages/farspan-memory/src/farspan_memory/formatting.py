@@ -24,21 +24,21 @@ WIDE = 10_000  # columns of output that is not a terminal: no line is wrapped
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*bytes)?")
 
 
-def read_bytes(given: str, name: str) -> int:
-    """Return the number of bytes in a text such as 80GB, 128GiB or 128G. Raises UnsupportedError
-    naming the option."""
-    match = _WRITTEN.fullmatch(given.strip().lower())
+def read_bytes(value: str, name: str) -> int:
+    """Parse bytes such as 80GB, 128GiB or 128G. Raises UnsupportedError naming the option
+    `name`."""
+    match = _WRITTEN.fullmatch(value.strip().lower())
     if match is not None and match[2] in UNITS:
         amount = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2]]
         if amount >= 1:
             return int(amount)
     raise UnsupportedError(
-        f"{name}: expected bytes such as 128GiB (2**30) or 80GB (10**9), at least 1, got {given!r}"
+        f"{name}: expected bytes such as 128GiB (2**30) or 80GB (10**9), at least 1, got {value!r}"
     )
 
 
 def write_bytes(size: float) -> str:
-    """Return bytes as text with three digits or so, in the largest unit that is not larger."""
+    """Format bytes with about three digits, in the largest unit that is not above the size."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1024:
@@ -48,7 +48,7 @@ def write_bytes(size: float) -> str:
 
 
 def write_seconds(seconds: float) -> str:
-    """Return seconds as text, in minutes and hours if long."""
+    """Format seconds; long times in minutes or hours."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
@@ -59,7 +59,7 @@ def write_seconds(seconds: float) -> str:
 
 
 def lines_table(title: str, *columns: str) -> Table:
-    """Return a table without rules; the first column is left-aligned, the others right-aligned, and
+    """Return a table without lines. The first column is left-aligned, the others right-aligned, and
     no cell is shortened."""
     heading = Text(title, "bold", no_wrap=True, overflow="ignore")  # however narrow the columns
     table = Table(title=heading, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
@@ -69,7 +69,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def show(view: RenderableType) -> None:
-    """Print a view for a terminal; for other outputs, print lines without padding and breaks."""
+    """Print a view for a terminal; for a file or pipe, as lines without padding or wrapping."""
     console = Console()
     if console.is_terminal:
         console.print(view)

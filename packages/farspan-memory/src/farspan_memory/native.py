@@ -25,19 +25,19 @@ class NativeError(UnsupportedError):
 
 
 class NativeOutOfMemory(NativeError):
-    """No chunk is left within the capacity, even after every retry: state S5 of GMLake."""
+    """No memory is left within the capacity, even after every retry: state S5 of GMLake."""
 
 
 class UnknownPointer(NativeError):
-    """A pointer that is not allocated: another allocator's, or one already freed."""
+    """A pointer that this allocator did not return, or that is freed already."""
 
 
 class Broken(NativeError):
-    """The allocator's own check found an invariant that does not hold."""
+    """The allocator's check found a violated invariant."""
 
 
 class Backend(IntEnum):
-    """Source of the physical chunks of memory."""
+    """Sources of the physical memory that an allocator maps."""
 
     NULL = 0  # none: bookkeeping only, addresses that must not be touched
     POSIX = 1  # one memfd, mapped at several addresses
@@ -45,7 +45,7 @@ class Backend(IntEnum):
 
 
 class Policy(IntFlag):
-    """Switches of the stitching allocator; the C header describes them."""
+    """Switches of the stitching allocator, which the C header describes."""
 
     PAPER = 0
     LAZY = 1
@@ -58,7 +58,7 @@ class Policy(IntFlag):
 
 
 class BackendCall(IntEnum):
-    """Calls to the CUDA driver, or to its stand-in, that a test can make fail."""
+    """Calls to the CUDA driver (or to its stand-in) that a test can let fail, by number."""
 
     RESERVE = 0
     CREATE = 1
@@ -68,7 +68,7 @@ class BackendCall(IntEnum):
 
 
 class EventKind(IntEnum):
-    """Kinds of events in a recording."""
+    """Kinds of recorded events."""
 
     MALLOC = 1
     FREE = 2
@@ -77,7 +77,7 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllocatorOptions:
-    """Settings of an allocator, sizes in bytes; 0 is the default that the C header names."""
+    """Options of a native allocator, sizes in bytes; for 0 the C header names a default."""
 
     backend: Backend = Backend.NULL
     device: int = 0
@@ -96,7 +96,7 @@ class AllocatorOptions:
     library: str | None = None
 
     def struct(self) -> "COptions":
-        """Return the options as the C struct of the library."""
+        """Return the options as a C struct for the library."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "library"}
         for name, value in values.items():
             whole(name, value, bits=31 if name in ("backend", "device") else 64)
@@ -160,7 +160,7 @@ class Statistics:
 
 
 class NativeEvent(NamedTuple):
-    """A recorded malloc, the free of the malloc with the same id, or a mark numbered `size`."""
+    """A recorded event: a malloc, a free of the malloc with the same id, or mark number `size`."""
 
     kind: EventKind
     id: int
@@ -169,7 +169,7 @@ class NativeEvent(NamedTuple):
 
 
 class PlanRow(NamedTuple):
-    """One malloc of a plan: its size and stream, and its address in the arena or UNPLANNED."""
+    """One malloc in a plan: its size, its stream, and its address in the arena or UNPLANNED."""
 
     size: int
     stream: int
@@ -222,7 +222,7 @@ ERRORS: dict[int, type[NativeError]] = {
 
 
 def _signatures() -> dict[str, tuple[object, ...]]:
-    """Return the argument types of the library's functions that return a status, by name."""
+    """Return, by name, the argument types of the library's functions that return a status."""
     a, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     out, rows = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(CRow)
     return {
@@ -277,7 +277,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
 
 
 def verify(loaded: ctypes.CDLL, status: int) -> None:
-    """Raise the error that a call's status stands for, if any."""
+    """Raise the error for a status that a function of the library returned; 0 is none."""
     if status:
         raise ERRORS.get(status, NativeError)(loaded.farspan_error().decode())
 
@@ -288,7 +288,7 @@ def rows(plan: Sequence[PlanRow]) -> ctypes.Array[CRow]:
 
 
 def whole(name: str, value: int, bits: int = 64) -> int:
-    """Return a value that fits into `bits` bits: ctypes would cut others. Raises NativeError."""
+    """Return `value` if it fits into `bits` bits: ctypes would cut it. Raises NativeError."""
     if not 0 <= value < 2**bits:
         raise NativeError(f"{name}: expected 0 to 2**{bits} - 1, got {value}")
     return value
@@ -319,15 +319,15 @@ class Allocator:
 
     @classmethod
     def borrowed(cls, handle: int, options: AllocatorOptions, path: Path = LIBRARY) -> Self:
-        """Return an Allocator for a handle that its creator will destroy, such as
-        farspan_torch_allocator's."""
+        """Return an Allocator for a handle that its owner will destroy, such as the handle of
+        farspan_torch_allocator."""
         self = cls.__new__(cls)
         self._library, self._handle, self.options = library(path), handle, options
         self._owned = False
         return self
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """Return the address of `size` bytes for work on the stream; 0 for size 0. Raises
+        """Return the address of `size` bytes for a stream's work; 0 for size 0. Raises
         NativeOutOfMemory."""
         made = ctypes.c_void_p()
         size, stream = whole("size", size), whole("stream", stream)
@@ -339,16 +339,15 @@ class Allocator:
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
-        """Keep the memory from reuse until the stream has done its work queued before the free."""
+        """Do not reuse the memory before the stream has done the work queued when it is freed."""
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:
-        """Return unused chunks to the backend until at most `keep` bytes are reserved."""
+        """Return unused memory to the backend until at most `keep` bytes are reserved."""
         self._call("release", whole("keep", keep))
 
     def set_capacity(self, capacity: int) -> None:
-        """Limit the physical bytes. Memory that is already reserved beyond the limit stays until it
-        is released."""
+        """Limit the physical bytes. Memory reserved beyond the limit stays until it is released."""
         self._call("set_capacity", whole("capacity", capacity))
 
     def statistics(self) -> Statistics:
@@ -360,11 +359,11 @@ class Allocator:
         self._library.farspan_reset_peaks(self._live())
 
     def check(self) -> None:
-        """Check all invariants, which is slow. Raises Broken, naming one that does not hold."""
+        """Check all invariants, which is slow. Raises Broken, naming a violated one."""
         self._call("check")
 
     def record(self, on: bool = True) -> None:
-        """Start a recording, which discards the previous one, or stop it."""
+        """Start a recording, which discards the previous one, or stop the recording."""
         self._library.farspan_record(self._live(), on)
 
     def mark(self, number: int) -> None:
@@ -380,20 +379,20 @@ class Allocator:
             start += n
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
-        """Follow these rows from the next iteration on, or no plan for (). Raises NativeError for a
-        row beyond the arena, and NativeOutOfMemory if the capacity has no room for the arena."""
+        """Follow these rows of a plan from the next iteration on, or none. Raises NativeError for a
+        row beyond the arena, and NativeOutOfMemory if the arena exceeds the capacity."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
 
     def begin_iteration(self) -> None:
-        """Begin an iteration: the plan starts over."""
+        """Begin an iteration: the plan starts again with its first malloc."""
         self._library.farspan_begin_iteration(self._live())
 
     def fail_at(self, call: BackendCall, nth: int, times: int = 1) -> None:
-        """Make the nth next backend call of a kind fail, `times` times in a row; for tests."""
+        """Let the nth next backend call of a kind fail, and `times` in a row; for tests."""
         self._call("fail_at", call, whole("nth", nth), whole("times", times))
 
     def hold_events(self, on: bool = True) -> None:
-        """Keep stream events pending, as if the work went on; for tests without CUDA."""
+        """Keep stream events pending as if work went on, or stop that; for tests without CUDA."""
         self._call("hold_events", on)
 
     def set_capturing(self, stream: int, on: bool = True) -> None:

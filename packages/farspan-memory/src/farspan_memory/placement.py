@@ -30,7 +30,7 @@ MOST_BYTES = 2**62
 
 
 class Feasibility(IntEnum):
-    """Answers to the question whether requests fit under a height."""
+    """Answers to the question whether requests fit below a height."""
 
     FITS = 0
     NO_FIT = 1  # proved
@@ -42,7 +42,7 @@ BAD_INPUT = 3
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Placement requests as the library's int64 columns; a request is alive in [born, dies)."""
+    """Placement requests as int64 columns for the library; a request lives in [born, dies)."""
 
     size: Sequence[int]
     born: Sequence[int]
@@ -51,7 +51,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """Answer of a search for a placement: the addresses if it found one, and the visited nodes."""
+    """Result of a search for a placement: the answer, addresses if it fits, and visited nodes."""
 
     answer: Feasibility
     addresses: tuple[int, ...]
@@ -59,9 +59,9 @@ class FitResult:
 
 
 def greedy(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
-    """Return the address of each request when they are placed in this order, each in the lowest gap
-    that is free for its whole lifetime, or with `best` in the smallest gap, the lowest of equals.
-    Raises NativeError without the library, and UnsupportedError for sizes whose sum overflows."""
+    """Return the requests' addresses if placed in this order, each in the lowest gap that is free
+    for its whole lifetime; with `best` in the smallest such gap, the lowest of equal ones. Raises
+    NativeError without the library, and UnsupportedError for sizes whose sum overflows."""
     if sum(columns.size) >= MOST_BYTES:
         raise UnsupportedError(
             f"placement: expected sizes of less than {MOST_BYTES:,} bytes in total, got "
@@ -122,7 +122,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """A number of bytes that is needed for some time."""
+    """A request for a number of bytes during an interval of time."""
 
     size: int  # bytes
     born: int
@@ -166,9 +166,9 @@ def lowest_of(
     best_fit: bool = False,
     end: float = inf,
 ) -> Placement:
-    """Return the lowest of the greedy placements that several orders of the requests give. Stops at
-    the lower bound, or if the next order would end after `end` (a time of perf_counter) at the pace
-    of the previous one. 50,000 requests take 5 s per order."""
+    """Return the lowest greedy placement among those by several orders. Stop at the lower bound, or
+    when the next order, at the pace of the previous one, would end after `end` (a time of
+    perf_counter). 50,000 requests take 5 s per order."""
     bound = live_peak(requests)
     best: Placement | None = None
     columns = to_columns(requests)
@@ -189,7 +189,7 @@ def lowest_of(
 def placed_at(
     requests: Sequence[PlacementRequest], addresses: Sequence[int], bound: int
 ) -> Placement:
-    """Return the placement that gives the requests these addresses."""
+    """Return a placement of the requests at these addresses."""
     tops = (a + r.size for a, r in zip(addresses, requests, strict=True))
     return Placement(tuple(addresses), max(tops, default=0), bound)
 
@@ -237,8 +237,8 @@ ORDERS: tuple[Order, ...] = (
 
 
 def place_greedily(requests: Sequence[PlacementRequest], seconds: float = inf) -> Placement:
-    """Return the lowest placement by first fit over all orders and, for few requests, by best fit.
-    Tries one order, and the others while there is time."""
+    """Return the lowest placement by first fit over several orders and, for few requests, by best
+    fit. Tries at least one order, then others while there is time."""
     begin = perf_counter()
     end = begin + seconds
     first_fit = lowest_of(requests, ORDERS, end=end)
@@ -254,12 +254,12 @@ def place_greedily(requests: Sequence[PlacementRequest], seconds: float = inf) -
 
 
 class PlacementError(ValueError):
-    """A placement that must not be used; the message names requests by their index."""
+    """An invalid placement; the message names requests by their index."""
 
 
 def sweep_placement(requests: Sequence[PlacementRequest], placement: Placement) -> None:
-    """Raise PlacementError if two buffers that are alive at the same time share an address, the
-    height is not that of the highest address, or the lower bound is not the most bytes alive.
+    """Raise PlacementError if two requests that live at the same time share an address, if the
+    height is not the highest address, or if the lower bound is not the most bytes alive.
 
     In n log n: a new buffer is compared with its two neighbours among those alive, which do not
     overlap. 20,000 requests take 0.1 s.
@@ -287,7 +287,7 @@ def _sweep(
     requests: Sequence[PlacementRequest],
     addresses: Sequence[int],
 ) -> int:
-    """Return the most bytes alive. Raises PlacementError if two live requests share addresses."""
+    """Return the most bytes alive. Raises PlacementError if live requests share addresses."""
     standing: list[tuple[int, int, int]] = []  # low, high, request; disjoint, so sorted by both
     alive = most = 0
     for _, birth, index in moments:

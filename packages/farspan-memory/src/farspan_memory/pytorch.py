@@ -45,7 +45,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class EntryPoints:
-    """Addresses of the native functions that PyTorch calls, with the signatures it expects."""
+    """Addresses of the native functions for PyTorch to call, with the expected signatures."""
 
     allocate: int  # void* (size_t, int device, cudaStream_t)
     free: int  # void (void*, size_t, int device, cudaStream_t)
@@ -54,7 +54,7 @@ class EntryPoints:
 
 @dataclass(slots=True)
 class Plugged:
-    """PyTorch's functions that were replaced to use another allocator.
+    """PyTorch's allocator and functions from before another allocator replaced them.
 
     Invariant: `kept` holds the replaced functions of torch, by owner and name.
     """
@@ -84,7 +84,7 @@ class Plugged:
 
 
 def refuse_unready() -> None:
-    """Raise UnsupportedError if PyTorch cannot take an allocator, or no longer can."""
+    """Raise UnsupportedError if PyTorch cannot change its allocator, at all or any more."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
         raise UnsupportedError(
             f"allocator: this PyTorch ({torch.__version__}) is built without CUDA, but "
@@ -117,7 +117,7 @@ def lend_statistics(
     reset_peaks: Callable[[int], None],
     reset_counts: Callable[[int], None],
 ) -> None:
-    """Make torch report the statistics that `read` returns for a device, nested as its own."""
+    """Let torch report the statistics that `read` returns for a device, in torch's nested form."""
     for prefix, names in (
         ("_cuda_", ("memoryStats", "resetPeakMemoryStats", "resetAccumulatedMemoryStats")),
         ("_accelerator_", ("getDeviceStats", "resetPeakStats", "resetAccumulatedStats")),
@@ -127,8 +127,8 @@ def lend_statistics(
 
 
 def limit_free_memory(plugged: Plugged, headroom: Callable[[int], int | None]) -> None:
-    """Make torch.cuda.mem_get_info report no more free bytes than `headroom(device)`, which the
-    allocator may still reserve; None stands for no limit."""
+    """Let torch.cuda.mem_get_info report at most `headroom(device)` free bytes, which the allocator
+    may still reserve; None: no limit."""
     ask = torch.cuda.memory.mem_get_info
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -193,7 +193,7 @@ class NativeMemory:
         self._counted: dict[int, Statistics] = {}  # by device, at the last reset of its counts
 
     def entries(self) -> EntryPoints:
-        """Return the addresses of the functions that PyTorch calls."""
+        """Return the addresses of the functions for PyTorch to call."""
         return EntryPoints(
             self._address("alloc"),
             self._address("free"),
@@ -205,7 +205,7 @@ class NativeMemory:
         self._library.farspan_torch_set_oom(ctypes.c_void_p(function))
 
     def of(self, device: int) -> Allocator:
-        """Return the allocator of a device, which is made on first use. Raises NativeError."""
+        """Return a device's allocator, which is created on first use. Raises NativeError."""
         made = ctypes.c_void_p()
         status = self._library.farspan_torch_allocator(device, ctypes.byref(made))
         verify(self._library, status)
@@ -214,7 +214,7 @@ class NativeMemory:
         return Allocator.borrowed(made.value, self.options, self._path)
 
     def follow(self, device: int, plan: ReplayPlan) -> None:
-        """Make a device follow a plan from its next iteration on. Raises NativeError."""
+        """Let a device follow a plan from its next iteration on. Raises NativeError."""
         status = self._library.farspan_torch_set_plan(
             device, rows(plan.rows), len(plan.rows), plan.arena
         )
@@ -225,11 +225,11 @@ class NativeMemory:
         return trace_of(self.of(device).events(), name)
 
     def begin_iteration(self, device: int) -> None:
-        """Begin a step on a device: its plan starts over, and its recording gets a mark."""
+        """Begin an iteration on a device: its plan starts again, and its recording gets a mark."""
         self.of(device).begin_iteration()
 
     def statistics(self, device: int) -> Statistics:
-        """Return a device's current bytes, peaks, and counts."""
+        """Return a device's present bytes, their peaks, and counts of events."""
         return self.of(device).statistics()
 
     def headroom(self, device: int) -> int | None:
@@ -239,8 +239,8 @@ class NativeMemory:
         return max(0, self.options.capacity - self.statistics(device).reserved)
 
     def torch_statistics(self, device: int) -> dict[str, Any]:
-        """Return a device's statistics in the form of torch.cuda.memory_stats_as_nested_dict. The
-        only pool is reported as torch's large pool; counters without an equivalent are zero."""
+        """Return a device's statistics in the form of torch.cuda.memory_stats_as_nested_dict. Its
+        one pool counts as torch's large pool; counters without an equivalent are zero."""
         now, then = self.statistics(device), self._counted.get(device)
 
         def since(name: str) -> int:
@@ -261,11 +261,11 @@ class NativeMemory:
         return found | {"max_split_size": NO_SPLIT_LIMIT, "num_oom_rejections": 0}
 
     def reset_peaks(self, device: int) -> None:
-        """Restart a device's peaks from its current values."""
+        """Restart a device's peaks from its present values."""
         self.of(device).reset_peaks()
 
     def reset_counts(self, device: int) -> None:
-        """Restart the counts of torch_statistics() at zero; those of statistics() go on."""
+        """Restart the counts of torch_statistics() at zero, but not those of statistics()."""
         self._counted[device] = self.statistics(device)
 
     def _address(self, name: str) -> int:
@@ -284,7 +284,7 @@ VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 def refuse_without_virtual_memory(library: str = DRIVER) -> None:
-    """Raise UnsupportedError if a visible device lacks virtual memory management. Starts the CUDA
+    """Raise UnsupportedError if a visible device cannot map virtual memory. This starts the CUDA
     driver, but no device."""
     try:
         driver = ctypes.CDLL(library)
@@ -344,7 +344,7 @@ class Raiser:
 
 
 def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPILERS) -> Raiser:
-    """Compile a function that throws torch's out-of-memory error, or take it from `cache`."""
+    """Return a function that throws torch's out-of-memory error, compiled or from `cache`."""
     root = Path(torch.__file__).parent
     if not (root / "include/c10/util/Exception.h").is_file():
         return Raiser(None, f"{root} has no headers")
@@ -360,9 +360,9 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
 
 
 def _compiled(compiler: str, root: Path, cache: Path) -> Path:
-    """Return the compiled library for this torch, or compile it: each torch has its own c10. The
-    file's name has its digest: a file with another digest, or that other users could have written,
-    is compiled anew. Raises NotPrivate if another user owns the file or its folder."""
+    """Return the library compiled for this torch (each has its own c10), compiling it if necessary.
+    The file's name contains its digest: a file with another digest, or that other users could have
+    written, is compiled anew. Raises NotPrivate if another user owns the file or its folder."""
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
     key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     private_folder(cache)

@@ -45,7 +45,7 @@ MOST = 2**63 - 1  # most bytes that the native allocator can count
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """A plan file's content: an address for each malloc of a program."""
+    """Content of a plan file: an address for each malloc of a program."""
 
     program: str  # digest of the trace
     alignment: int  # bytes; addresses and sizes are multiples
@@ -57,7 +57,7 @@ class PlacementPlan:
 
 
 def digest(trace: Trace) -> str:
-    """Return the digest of a trace's mallocs and frees, without names of tensors and marks."""
+    """Return a digest of a trace's mallocs and frees, which ignores names of tensors and marks."""
     sha = hashlib.sha256()
     numbers: dict[int, int] = {}
     mallocs = 0
@@ -74,7 +74,7 @@ def digest(trace: Trace) -> str:
 
 
 def rounded(requests: Sequence[PlacementRequest], alignment: int) -> tuple[PlacementRequest, ...]:
-    """Round sizes up to the alignment, so that addresses without gaps are aligned too."""
+    """Return requests with sizes rounded up to the alignment, so that gapless plans are aligned."""
     return tuple(replace(r, size=-(-r.size // alignment) * alignment) for r in requests)
 
 
@@ -92,7 +92,7 @@ def make_plan(
 
 
 def write_plan(plan: PlacementPlan, path: Path) -> None:
-    """Write a plan. Raises UnsupportedError if the file cannot be written."""
+    """Write a plan file. Raises UnsupportedError if it cannot be written."""
     content = {"format": FORMAT, "version": VERSION} | asdict(plan)
     write_output(path, json.dumps(content) + "\n", "output")
 
@@ -119,8 +119,8 @@ def read_plan(path: Path, trace: Trace) -> PlacementPlan:
 
 
 def _check(plan: PlacementPlan, trace: Trace) -> None:
-    """Raise PlacementError for rows that differ from the trace or are not aligned, for tensors that
-    overlap, and for a wrong peak or lower bound."""
+    """Raise PlacementError if a plan's rows differ from the trace or are not aligned, if tensors
+    overlap, or if the peak or the lower bound is wrong."""
     requests = rounded(trace.requests(), plan.alignment)
     addresses = tuple(row.address for row in plan.tensors)
     sweep_placement(requests, Placement(addresses, plan.peak, plan.lower_bound))
@@ -221,7 +221,7 @@ class ReplayPlan:
 
 
 def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
-    """Return a native recording as a trace, without frees of memory allocated before it."""
+    """Return a native recording as a trace, without frees of memory older than the recording."""
     trace_events: list[Malloc | FreeEvent | Mark] = []
     alive: set[int] = set()
     for event in events:
@@ -237,7 +237,7 @@ def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
 
 
 def iteration(trace: Trace, number: int = -1) -> Trace:
-    """Return one iteration of a trace, from its mark to the next one; by default the last.
+    """Return one iteration of a trace, from its mark to the next mark; by default the last one.
 
     Frees of older tensors are left out. Raises UnsupportedError if the trace has no such iteration.
     """
@@ -254,8 +254,8 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
 
 
 def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) -> ReplayPlan:
-    """Plan addresses for the tensors of at least `smallest` bytes that an iteration both allocates
-    and frees, on the stream with the most bytes. The search takes at most `seconds`.
+    """Plan addresses for the tensors of an iteration that live only within it, have at least
+    `smallest` bytes, and are on the stream with the most bytes. The search takes at most `seconds`.
 
     A tensor that outlives the iteration would be in the way of the next one's. Streams that take
     turns on the same bytes would wait for each other.
@@ -283,7 +283,7 @@ def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) ->
 
 
 def load_plan(plan: Path, trace: Path) -> ReplayPlan:
-    """Load a plan file of `farspan-memory place` for replay. The trace that it was made from tells
+    """Load a plan file of `farspan-memory place` for replay. The trace from which it was made tells
     which tensors outlive a step, and whether the plan belongs to this program.
 
     If the trace has marks of iterations, the rows are those of its last whole one. Raises
@@ -294,8 +294,8 @@ def load_plan(plan: Path, trace: Path) -> ReplayPlan:
 
 
 def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
-    """Return the part of a plan that covers the trace's last iteration, or the whole plan if the
-    trace has no marks of iterations."""
+    """Return the plan of the trace's last iteration, or of the whole trace if it has no marks of
+    iterations."""
     marked = Mark(BEGIN) in trace.events
     first, last = _borders(trace) if marked else (0, len(trace.events))
     before = len(_mallocs(trace.events[:first]))
@@ -306,7 +306,7 @@ def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
 
 
 def _lowered(rows: Sequence[PlanRow], requests: Sequence[PlacementRequest]) -> ReplayPlan:
-    """Return the rows moved down to the start of an arena that is no larger than they need."""
+    """Return a plan with rows moved down to the start of an arena no larger than they need."""
     placed = [row for row in rows if row.address != UNPLANNED]
     base = min((row.address for row in placed), default=0)
     lowered = tuple(

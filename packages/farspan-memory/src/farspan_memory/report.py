@@ -38,7 +38,7 @@ CALLS = {
 
 
 def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
-    """Return tables for each trace: memory, driver calls, a remark; then the costs' sources."""
+    """Return tables for each trace: memory, driver calls, a remark; then the sources of costs."""
     parts: list[RenderableType] = []
     for comparison in comparisons:
         parts += [subject(comparison), memory_table(comparison), Text()]
@@ -55,7 +55,7 @@ def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
 
 
 def subject(comparison: AllocatorComparison) -> Text:
-    """Return the title of a comparison."""
+    """Return the title of a comparison, with its trace's size."""
     text = Text(comparison.trace or "trace", "bold")
     text.append(f": {comparison.events:,} mallocs and frees, at most ", "not bold")
     text.append(f"{write_bytes(comparison.live_peak)} alive\n", "not bold")
@@ -63,7 +63,7 @@ def subject(comparison: AllocatorComparison) -> Text:
 
 
 def memory_table(comparison: AllocatorComparison) -> Table:
-    """Return a table of the memory that each allocator reserves, and needs to complete."""
+    """Return a table of the memory that each allocator reserves, and of the least it needs."""
     title = f"memory; the least capacity is exact to {write_bytes(comparison.step)}"
     table = lines_table(title, *COLUMNS)
     table.collapse_padding = True  # a column of terabytes fits 80 columns
@@ -76,7 +76,7 @@ COLUMNS = ("allocator", "known by", "reserved", "unused", "least", "x live", "re
 
 
 def memory_rows(comparison: AllocatorComparison) -> Iterator[tuple[str, ...]]:
-    """Yield for each allocator its row of the memory table, in the order of `COLUMNS`."""
+    """Yield the memory table's row for each allocator, with the columns `COLUMNS`."""
     for result in comparison.results:
         yield (
             result.name,
@@ -90,7 +90,7 @@ def memory_rows(comparison: AllocatorComparison) -> Iterator[tuple[str, ...]]:
 
 
 def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
-    """Return a table of each allocator's driver calls over the whole trace, and their cost."""
+    """Return a table of the driver calls of each allocator's run, and their cost in seconds."""
     table = lines_table(title, "allocator", *CALLS, "cost")
     for name, run in runs:
         counts = [sum(run.calls.get(call, 0) for call in calls) for calls in CALLS.values()]
@@ -100,7 +100,7 @@ def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
 
 
 def given_table(comparison: AllocatorComparison) -> Table:
-    """Return a table of the runs with the requested capacity."""
+    """Return a table of the runs with the capacity that the user requested."""
     runs = given_runs(comparison)
     title = f"with {write_bytes(runs[0][1].capacity or 0)}"
     table = lines_table(title, "allocator", "completes", "retries", "reserved")
@@ -111,7 +111,7 @@ def given_table(comparison: AllocatorComparison) -> Table:
 
 
 def given_runs(comparison: AllocatorComparison) -> list[tuple[str, AllocatorRun]]:
-    """Return the name and run of each allocator with the requested capacity, if there was one."""
+    """Return (allocator, run) for the runs with the capacity that the user requested, if any."""
     return [(result.name, result.given) for result in comparison.results if result.given]
 
 
@@ -123,12 +123,12 @@ def known_by(result: AllocatorResult) -> str:
 
 
 def over(capacity: int, live: int) -> str:
-    """Return a capacity as a multiple of the live peak."""
+    """Return a capacity as a multiple of the live peak, such as `1.250x`."""
     return f"{capacity / live:.3f}x" if live else "1.000x"
 
 
 def remark(comparison: AllocatorComparison) -> str:
-    """Say whether stitching needs less memory than expandable segments; empty without both."""
+    """Say which of stitching and expandable segments needs less memory; empty without both."""
     expandable, stitching = comparison.least_of(EXPANDABLE), comparison.least_of(STITCHING)
     if expandable is None or stitching is None:
         return ""
@@ -171,7 +171,7 @@ INK, GRID, LIVE, RESERVED, LOST = "#1f2933", "#d5dbe1", "#8fb8de", "#b3261e", "#
 
 
 def picture(comparisons: Sequence[AllocatorComparison]) -> str:
-    """Return one SVG document that shows all traces, one below the other."""
+    """Return an SVG document with all traces, one below the other."""
     parts, top = [], 0
     for number, comparison in enumerate(comparisons):
         parts.append(f'<g transform="translate(0 {top})">{_trace(comparison, f"live{number}")}</g>')
@@ -184,7 +184,7 @@ def picture(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def page(comparisons: Sequence[AllocatorComparison]) -> str:
-    """Return an HTML document with the picture and its numbers."""
+    """Return an HTML document with the picture and its numbers as tables."""
     tables = "\n".join(_table(comparison) for comparison in comparisons)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -196,7 +196,8 @@ def page(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def _trace(comparison: AllocatorComparison, live: str) -> str:
-    """Return the SVG of a trace: a panel per allocator; live bytes are drawn once, by id `live`."""
+    """Return the SVG of a trace: one panel for each allocator, all with the curve of live bytes,
+    which is drawn once."""
     most = max([comparison.live_peak, *(max(shown(r), default=0) for r in comparison.results)]) or 1
     title = f"{comparison.trace or 'trace'}: {comparison.events:,} mallocs and frees"
     area = _area(comparison.live, len(comparison.live), most, LIVE)
@@ -245,7 +246,7 @@ def _panel(comparison: AllocatorComparison, result: AllocatorResult, most: int, 
 
 
 def shown(result: AllocatorResult) -> tuple[int, ...]:
-    """Return the curve to draw: with the requested capacity, else without a limit."""
+    """Return the curve to draw: of the run with the requested capacity, or else without a limit."""
     return (result.given or result.unlimited).curve
 
 
@@ -258,7 +259,7 @@ def _y(size: float, most: int) -> float:
 
 
 def _steps(values: Sequence[int], samples: int, most: int) -> list[str]:
-    """Return the corners of a staircase curve, on which each value holds for one sample."""
+    """Return the corners of a staircase curve, which is constant within each sample."""
     corners, start = [], 0
     for value, same in groupby(values):
         end, y = start + len(list(same)), _y(value, most)
@@ -288,7 +289,7 @@ def _tick(share: float, most: int) -> str:
 
 
 def _marks(comparison: AllocatorComparison) -> list[str]:
-    """Return a panel's lines for the trace's marks if they are few, else for its steps."""
+    """Return a panel's lines at the trace's marks, or only at its steps if marks are many."""
     marks = comparison.marks
     if len(marks) > MARKS:
         marks = tuple(mark for mark in marks if mark[1].startswith("step"))

@@ -21,13 +21,13 @@ Frames = list[dict[str, Any]]
 
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
-    """Write a snapshot. Raises UnsupportedError if the file cannot be written."""
+    """Write a snapshot file. Raises UnsupportedError if it cannot be written."""
     write_output(path, pickle.dumps(snapshot, protocol=PROTOCOL), "snapshot")
 
 
 def trace_snapshot(trace: Trace, placement: Placement) -> dict[str, Any]:
-    """Return a snapshot with a trace's tensors at the addresses that a placement gives its
-    requests, in order. A tensor's stack frames name the mark before it; time counts events."""
+    """Return a snapshot with a trace's tensors at the addresses of a placement. A tensor's stack
+    frame names the mark before its malloc; time counts events."""
     mark, alive = "", dict[int, tuple[int, int, Frames]]()  # tensor: address, size, frames
     entries = [_entry("segment_alloc", ARENA, placement.height, [], 0)]
     addresses = iter(placement.addresses)
@@ -67,7 +67,7 @@ def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> d
 
 
 def _segment(height: int, left: Sequence[tuple[int, int, Frames]]) -> dict[str, Any]:
-    """Return the arena's segment after the last event, with the tensors that remain."""
+    """Return the arena as it is after the last event: a segment with the tensors that remain."""
     blocks, at = list[dict[str, Any]](), ARENA
     for address, size, frames in left:
         if address > at:

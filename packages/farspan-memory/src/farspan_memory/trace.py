@@ -52,15 +52,15 @@ class Malloc:
 
 @dataclass(frozen=True, slots=True)
 class FreeEvent:
-    """The release of a tensor's memory."""
+    """Release of a tensor's memory."""
 
     tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A named border between events, such as "layer 3 forward" or "step 2". The events from one
-    mark to the next are a segment; two-level plans place one segment at a time (MEMO 4.2)."""
+    """A named moment, such as "layer 3 forward" or "step 2". The events from one mark to the next
+    are a segment; two-level plans place one segment at a time (MEMO 4.2)."""
 
     name: str
 
@@ -85,8 +85,8 @@ class Trace:
             raise UnsupportedError(f"trace {self.name or 'without a name'}: event {index}: {words}")
 
     def requests(self) -> tuple[PlacementRequest, ...]:
-        """Return a placement request for each malloc, in order. A tensor that is never freed dies
-        at the end."""
+        """Return a placement request for each malloc, in order; without a free it lasts to the
+        end."""
         end = len(self.events)
         deaths: dict[int, int] = {}  # index of a malloc to that of its free
         alive: dict[int, int] = {}  # tensor to index of its malloc
@@ -107,8 +107,8 @@ class Trace:
 
 
 def from_events(events: Iterable[Any], name: str) -> Trace:
-    """Return the trace of another recorder's events. Their fields decide the kind: a malloc has a
-    `tensor` and a `size`, perhaps a `stream`, a free only a `tensor`, a mark a `name`."""
+    """Return a trace of events from another recorder. Their fields decide the kind: a malloc has a
+    `tensor`, a `size` and perhaps a `stream`; a free only a `tensor`; a mark a `name`."""
     found: list[Event] = []
     for event in events:
         if hasattr(event, "size"):
@@ -119,7 +119,7 @@ def from_events(events: Iterable[Any], name: str) -> Trace:
 
 
 def faults(events: Iterable[Event]) -> Iterator[tuple[int, str]]:
-    """Yield (index, reason) for each event that no allocator can serve; indices count from 0."""
+    """Yield (index, reason) of each event that no allocator can serve; indices count from 0."""
     alive: set[int] = set()
     freed: set[int] = set()
     for index, event in enumerate(events):
@@ -159,7 +159,7 @@ SHOWN = 80  # characters of an invalid entry in messages
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of plain values, which refuses names that it would have to import."""
+    """Unpickler of plain values, which refuses every name that a pickle would import."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise UnsupportedError(f"the pickle names {module}.{name}; memory snapshots hold only data")
@@ -171,12 +171,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def is_snapshot(content: bytes) -> bool:
-    """Return whether a file looks like a PyTorch memory snapshot, pickled or as JSON."""
+    """Return whether a file looks like a PyTorch memory snapshot, as a pickle or JSON."""
     return content.startswith(PICKLE) or content.lstrip()[:1] in (b"{", b"[")
 
 
 def read_snapshot(content: bytes, name: str, device: int | None = None) -> Trace:
-    """Return the mallocs and frees of one device, by default the first that has any.
+    """Return the mallocs and frees of one device, by default the first with any, as a trace.
 
     Memory allocated before the recording began, and freed in it or alive at its end, is requested
     at the beginning. Raises UnsupportedError naming the file and the entry.
@@ -184,9 +184,9 @@ def read_snapshot(content: bytes, name: str, device: int | None = None) -> Trace
     return from_snapshot(_values(content, name), name, device)
 
 
-def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
-    """Return the trace of a snapshot in memory (`torch.cuda.memory._snapshot()`)."""
-    traces = found.get("device_traces") if isinstance(found, dict) else found
+def from_snapshot(snapshot: Any, name: str, device: int | None = None) -> Trace:
+    """Return the trace of a snapshot that `torch.cuda.memory._snapshot()` returned."""
+    traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else snapshot
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise UnsupportedError(
             f"{name}: expected a snapshot with device_traces, one list for each device"
@@ -198,12 +198,12 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
             f"{name}: device {device} has no events; record with "
             "torch.cuda.memory._record_memory_history() before the step"
         )
-    segments = found.get("segments", []) if isinstance(found, dict) else []
+    segments = snapshot.get("segments", []) if isinstance(snapshot, dict) else []
     return _EventReader(name, device).trace(traces[device], segments)
 
 
 class _EventReader:
-    """Converter of one device's snapshot entries to events; a tensor is a live address."""
+    """Converter of a snapshot's entries for one device to events; a live address is a tensor."""
 
     def __init__(self, name: str, device: int) -> None:
         self.name, self.device = name, device
@@ -230,8 +230,8 @@ class _EventReader:
         return Trace(events, self.name)
 
     def _add_older(self, where: str, segment: Any) -> None:
-        """Add the memory that was allocated before the first entry and is still in use, which only
-        the snapshot's segments list."""
+        """Add mallocs of memory that is older than the first entry and still in use. Only the
+        snapshot's segments list it."""
         if not isinstance(segment, dict):
             raise UnsupportedError(f"{where}: expected a segment, got {_shown(segment)}")
         if _number(segment, "device", where, 0) != self.device:
@@ -260,7 +260,7 @@ class _EventReader:
         return f"{self.name}: device {self.device}: entry {number}"
 
     def _read(self, number: int, entry: Any) -> bool:
-        """Convert an entry. Returns whether it is an event."""
+        """Convert an entry of the snapshot. Return whether the entry is a malloc or a free."""
         if not isinstance(entry, dict) or not isinstance(entry.get("action"), str):
             raise UnsupportedError(
                 f"{self._where(number)}: expected an entry with an action, got {_shown(entry)}"
@@ -307,7 +307,7 @@ def _shown(value: Any) -> str:
 
 
 def _values(content: bytes, name: str) -> Any:
-    """Return the plain values in a pickle without importable names, or in JSON."""
+    """Return the plain values of a JSON text, or of a pickle that does not import anything."""
     if not content.startswith(PICKLE):
         try:
             return json.loads(content)
@@ -347,7 +347,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
-    """Read a trace from a file, and return it with the file's format."""
+    """Read a trace from a file, and return the trace and the file's format."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -459,7 +459,7 @@ def _event(line: str, where: str) -> Event:
 
 
 def _checked(events: Iterable[Event], places: list[int], name: str, called: str) -> Trace:
-    """Return the events as a trace. Raises UnsupportedError, naming the line of a wrong one."""
+    """Return the events as a trace. Raises UnsupportedError, naming the line of an invalid one."""
     events = tuple(events)
     for index, words in faults(events):
         raise UnsupportedError(f"{name}:{places[index]}: {words}")
@@ -470,8 +470,8 @@ def _checked(events: Iterable[Event], places: list[int], name: str, called: str)
 
 
 def to_csv(trace: Trace) -> str:
-    """Return the trace in MiniMalloc's CSV format: a line per malloc, numbered in order, whose
-    times count mallocs and frees. Marks and streams are left out, because the format lacks them."""
+    """Return a trace in MiniMalloc's CSV format: a numbered line for each malloc, with times that
+    count mallocs and frees. The format lacks marks and streams, which are left out."""
     events = tuple(event for event in trace.events if not isinstance(event, Mark))
     rows = (
         f"{number},{r.born},{r.dies},{r.size}\n"
@@ -481,8 +481,8 @@ def to_csv(trace: Trace) -> str:
 
 
 def from_csv(text: str, name: str) -> Trace:
-    """Parse a trace in MiniMalloc's CSV format; further columns are ignored. At equal times, frees
-    come before mallocs. Raises UnsupportedError naming `name` and the line."""
+    """Parse a trace in MiniMalloc's CSV format, ignoring other columns. At equal times, frees come
+    before mallocs. Raises UnsupportedError naming `name` and the line."""
     rows = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
     try:
         head = [field.strip() for field in next(rows)]

@@ -60,7 +60,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of PyTorch's allocators with PyTorch's defaults, in bytes unless a name says
+    """PyTorch's allocator settings with PyTorch's defaults, in bytes unless a name says
     otherwise."""
 
     max_split: int = UNLIMITED  # larger blocks are neither split nor given to smaller requests
@@ -83,7 +83,7 @@ class Settings:
         _expect("garbage_collection_threshold", 0 <= share < 1, "0 up to 1", share)
 
     def rounded(self, size: int) -> int:
-        """Return the size of the block that serves a request of `size` > 0 bytes."""
+        """Return the size of the block for a request of `size` > 0 bytes."""
         if self.divisions > 1 and size > MIN_BLOCK * self.divisions:
             power = 1 << (size.bit_length() - 1)
             part = power // self.divisions
@@ -125,12 +125,12 @@ ROUND = 2 * MIB
 
 
 class SimulatedOutOfMemory(Exception):
-    """The device is full, even after all unused memory was released."""
+    """The simulated device is full, even after all unused memory was released."""
 
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one stream for small or for large requests, ordered by size, then address."""
+    """Free blocks of one stream, for small or for large requests, by size, then address."""
 
     small: bool
     stream: int
@@ -140,7 +140,7 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A range of a segment, with the blocks before and after it in the segment."""
+    """A range of a segment, linked to the ranges before and after it."""
 
     address: int
     size: int
@@ -157,7 +157,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """A block's data for the checker of invariants."""
+    """Facts about one block, for the checker of invariants."""
 
     segment: int  # address of the segment
     segment_size: int
@@ -190,7 +190,7 @@ class CachingAllocator:
         self._top = 0  # lowest address never used
 
     def malloc(self, tensor: int, size: int, stream: int = 0) -> None:
-        """Allocate a tensor. Raises SimulatedOutOfMemory once no unused memory is left."""
+        """Allocate a tensor. Raises SimulatedOutOfMemory if no unused memory is left to release."""
         self._mallocs += 1
         while self._waiting and self._waiting[0][0] <= self._mallocs:
             self._recycle(self._waiting.popleft()[1])
@@ -210,7 +210,7 @@ class CachingAllocator:
         self._held[tensor] = block
 
     def free(self, tensor: int) -> None:
-        """Free a tensor. Its block joins the free list once other streams that used it are done."""
+        """Free a tensor. Its block is reused once other streams that used the tensor are done."""
         block = self._held.pop(tensor)
         if block is None:
             return
@@ -221,13 +221,13 @@ class CachingAllocator:
             self._recycle(block)
 
     def record_stream(self, tensor: int, stream: int) -> None:
-        """Note that another stream uses the tensor, whose memory must wait for that use."""
+        """Note that another stream uses the tensor, for which a later free must wait."""
         block = self._held[tensor]
         if block is not None and stream != block.pool.stream:
             block.streams.add(stream)
 
     def empty_cache(self) -> None:
-        """Wait for the streams, and release all unused memory."""
+        """Wait for the streams, then release all unused memory."""
         while self._waiting:
             self._recycle(self._waiting.popleft()[1])
         for pool in self._pools.values():
@@ -252,7 +252,7 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Take the smallest free block of enough bytes; None without one or if it is refused."""
+        """Remove and return the smallest free block that suffices; None if none may serve."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -260,13 +260,13 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids the use of a free block of `fits` bytes: one beyond
-        the limit serves no smaller request, nor a larger one that leaves too many bytes unused."""
+        """Return whether max_split_size forbids the use of a free block of `fits` bytes. A block
+        beyond the limit serves no smaller request, nor a larger one that leaves too much unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
     def _grow(self, pool: Pool, size: int) -> CachedBlock:
-        """Return a block of a new segment. If the device is full, release unused memory first."""
+        """Return a block of a new segment, after releasing unused memory if the device is full."""
         if self.settings.collect_at > 0 and self.capacity < UNLIMITED:
             self._collect()
         block = self._new_block(pool, size)
@@ -294,7 +294,7 @@ class CachingAllocator:
         return self._new_segment(pool, size)
 
     def _new_segment(self, pool: Pool, size: int) -> CachedBlock:
-        """Return a new segment as one block, which is in no free list."""
+        """Return a new segment as one block, in no free list."""
         block = CachedBlock(self._top, size, pool, self._top)
         self.segments[self._top] = size
         self.blocks[self._top] = block
@@ -320,8 +320,8 @@ class CachingAllocator:
         self._reserve(-block.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release free blocks beyond max_split_size: one that is large enough for the request, else
-        the largest ones until they suffice together. Returns whether they do."""
+        """Release free blocks larger than max_split_size: one that suffices for the request, else
+        the largest ones until their sum suffices. Return whether it does."""
         limit = self.settings.max_split
         if limit == UNLIMITED:
             return False
@@ -365,12 +365,12 @@ class CachingAllocator:
         return block
 
     def _split(self, block: CachedBlock, size: int) -> None:
-        """Split a block after `size` bytes, and put the rest into the free list."""
+        """Split a block after `size` bytes, and add the rest to the free list."""
         rest = self._split_off(block, size)
         self._list(rest)
 
     def _split_off(self, block: CachedBlock, size: int) -> CachedBlock:
-        """Split a block after `size` bytes, and return the rest, which is in no free list."""
+        """Split a block after `size` bytes, and return the rest, in no free list."""
         rest = CachedBlock(block.address + size, block.size - size, block.pool, block.segment)
         rest.mapped = block.mapped
         rest.before, rest.after = block, block.after
@@ -381,7 +381,7 @@ class CachingAllocator:
         return rest
 
     def _recycle(self, block: CachedBlock) -> None:
-        """Merge an unused block with its free neighbours, and put it into the free list."""
+        """Merge an unused block with its free neighbours, and add it to the free list."""
         if block.streams:
             block.streams.clear()
         self._merge(block)
@@ -392,7 +392,7 @@ class CachingAllocator:
         insort(block.pool.free, (block.size, block.address))
 
     def _merge(self, block: CachedBlock) -> None:
-        """Merge a block with its free neighbours, if they are mapped or unmapped as it is."""
+        """Merge a block with its free neighbours that are, like the block, mapped or unmapped."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped is block.mapped:
             self._unlist(before)
@@ -439,8 +439,8 @@ class ExpandableAllocator(CachingAllocator):
         return SMALL_SEGMENT if pool.small else self.settings.large_segment
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Take the best-fitting free block; one before unmapped addresses counts with the size to
-        which it can grow. None if there is none or it is refused."""
+        """Remove and return the best-fitting free block; one that lies before unmapped addresses
+        counts with the size to which it can grow. None if there is none, or none is allowed."""
         free = pool.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -463,8 +463,8 @@ class ExpandableAllocator(CachingAllocator):
         return False
 
     def _new_block(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Map pages until adjacent free and unmapped blocks form one of at least `size` bytes. If
-        the device is full, return None; pages mapped until then stay as free blocks."""
+        """Map pages until adjacent free and unmapped blocks form a block of at least `size` bytes.
+        If the device is full, return None; pages mapped until then stay as free blocks."""
         block = self._lowest(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -479,8 +479,8 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _lowest(self, pool: Pool, size: int) -> CachedBlock:
-        """Return the first block of the lowest row of adjacent free and unmapped blocks with room
-        for `size` bytes together."""
+        """Return the first block of the lowest row of adjacent free and unmapped blocks that has
+        room for `size` bytes."""
         for address in pool.unmapped:
             block = self.blocks[address]
             if block.before is not None and block.before.free:

@@ -52,13 +52,13 @@ Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any
 
 @dataclass(frozen=True, slots=True)
 class DriverCost:
-    """Seconds of a driver call by its handle's size: a table, with power laws between entries."""
+    """Seconds of a driver call by its handle's bytes: a table, with power laws between entries."""
 
     points: tuple[tuple[int, float], ...]  # bytes of a handle, ascending, and seconds
     source: str
 
     def seconds(self, size: int) -> float:
-        """Return the seconds of a call for a handle of `size` bytes, within the table's range."""
+        """Return the seconds of a call for a handle of `size` bytes; constant beyond the table."""
         if size <= self.points[0][0]:
             return self.points[0][1]
         for (low, before), (high, after) in pairwise(self.points):
@@ -69,7 +69,7 @@ class DriverCost:
 
 
 def _call_seconds(*units: float) -> tuple[tuple[int, float], ...]:
-    """Convert a published table (cost of 2 GiB by size of handles) to seconds of one call."""
+    """Convert published costs of 2 GiB, by size of the handles, to the seconds of one call."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
@@ -92,7 +92,7 @@ PUBLISHED: Mapping[str, DriverCost] = {
 
 
 def driver_seconds(calls: Calls, costs: Mapping[str, DriverCost] = PUBLISHED) -> float:
-    """Return the summed cost of driver calls in seconds, without waits for the device."""
+    """Return the seconds that driver calls take in total, without waits for the device."""
     return sum(count * costs[call].seconds(size) for (call, size), count in calls.items())
 
 
@@ -105,7 +105,7 @@ CACHING, EXPANDABLE, STITCHING = "caching allocator", "expandable segments", "st
 
 
 class Served(Protocol):
-    """Interface of allocators that serve a trace. malloc raises SimulatedOutOfMemory."""
+    """Interface of an allocator that serves a trace. malloc raises SimulatedOutOfMemory."""
 
     @property
     def reserved(self) -> int: ...
@@ -122,7 +122,7 @@ class Served(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """An allocator to compare. `make` creates it with a capacity in bytes."""
+    """An allocator to compare; `make` creates one with a capacity in bytes."""
 
     name: str
     modelled: bool  # a model, not the allocator's own code
@@ -130,8 +130,8 @@ class Contender:
 
 
 class Stitching:
-    """The native allocator with its null backend, which runs all its code but has no memory, with
-    the settings of install()."""
+    """The native allocator with the settings of install() and its null backend, which runs all the
+    code but maps no memory."""
 
     def __init__(self, capacity: int, chunk: int) -> None:
         self._chunk = chunk
@@ -192,7 +192,7 @@ class Stitching:
 def contenders(
     chunks: Sequence[int] = CHUNKS, settings: Settings | None = None
 ) -> tuple[Contender, ...]:
-    """Return all allocators that serve a trace event by event; `settings` are for PyTorch's."""
+    """Return all allocators that can serve a trace event by event; `settings` are for PyTorch's."""
 
     def stitching(chunk: int) -> Contender:
         name = f"{STITCHING}, {chunk / MIB:g} MiB"
@@ -224,7 +224,7 @@ Step = tuple[int, int, int]  # tensor, size or FREED, stream
 
 @dataclass(frozen=True, slots=True)
 class AllocatorRun:
-    """Result of serving a trace with one allocator and one capacity."""
+    """Result of serving a trace by one allocator with one capacity."""
 
     capacity: int | None  # bytes; None without a limit
     completed: bool
@@ -237,7 +237,7 @@ class AllocatorRun:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorResult:
-    """Runs of one allocator on a trace with several capacities."""
+    """Results of one allocator on a trace, with several capacities."""
 
     name: str
     modelled: bool
@@ -247,7 +247,7 @@ class AllocatorResult:
     proved: bool = False  # whether no allocator needs less, up to rounding
 
     def fragmentation(self, live: int) -> float:
-        """Return 1 - live peak / reserved peak of the run without a limit."""
+        """Return 1 - live peak / reserved peak for the run without a limit on memory."""
         reserved = self.unlimited.reserved_peak
         return 1 - live / reserved if reserved else 0.0
 
@@ -265,13 +265,13 @@ class AllocatorComparison:
     results: tuple[AllocatorResult, ...]
 
     def least_of(self, kind: str) -> AllocatorResult | None:
-        """Return the allocator of a kind that completes the trace with the least memory."""
+        """Return the result of the allocator of this kind that needs the least memory."""
         results = [result for result in self.results if result.name.startswith(kind)]
         return min(results, key=lambda result: result.smallest.capacity or 0, default=None)
 
     def expandable_as_good(self) -> bool | None:
-        """Return whether expandable segments need no more memory than stitching, up to a share
-        AS_GOOD of the live peak; None unless both were compared."""
+        """Return whether expandable segments need no more memory than stitching, or at most AS_GOOD
+        of the live peak more; None unless both were compared."""
         expandable, stitching = self.least_of(EXPANDABLE), self.least_of(STITCHING)
         if expandable is None or stitching is None:
             return None
@@ -315,8 +315,8 @@ def compare(
     capacity: int | None = None,
     step: int | None = None,
 ) -> AllocatorComparison:
-    """Serve the trace with each rival and by a static plan: without a limit, with the least
-    capacity to within `step` bytes, and with `capacity` if given."""
+    """Serve the trace by each allocator and by a static plan: without a limit, with the least
+    capacity (to within `step` bytes), and with `capacity` if given."""
     steps = steps_of(trace)
     live = live_curve(steps)
     peak = max(live, default=0)
@@ -346,7 +346,7 @@ def steps_of(trace: Trace) -> list[Step]:
 
 
 def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
-    """Return a trace's marks as (position, name); position is the share of events before it."""
+    """Return a trace's marks as (position, name). Positions are shares of events before a mark."""
     positions, before = [], 0
     for event in trace.events:
         if isinstance(event, Mark):
@@ -362,7 +362,7 @@ def stride(steps: Sequence[Step]) -> int:
 
 
 def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
-    """Return the most bytes alive within each sample of events."""
+    """Return the most live bytes within each sample (group of consecutive events)."""
     sizes: dict[int, int] = {}
     live, every, curve = 0, stride(steps), []
     for start in range(0, len(steps), every):
@@ -381,7 +381,7 @@ def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
 def contend(
     rival: Contender, steps: Sequence[Step], peak: int, capacity: int | None, step: int
 ) -> AllocatorResult:
-    """Serve a trace without a limit, with the least capacity, and with `capacity` if given."""
+    """Serve a trace without a limit, with the least capacity, and with `capacity` unless None."""
     unlimited = run(rival, steps, None)
     low = -(-peak // step)
     high = max(low, -(-unlimited.reserved_peak // step))
@@ -391,7 +391,7 @@ def contend(
 
 
 def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> AllocatorRun:
-    """Serve the trace with one capacity, until its end or until memory runs out."""
+    """Serve the trace by one allocator with one capacity, to the end or until memory runs out."""
     with rival.make(UNLIMITED if capacity is None else capacity) as served:
         curve, completed = serve(served, steps)
         calls = {key: count for key, count in served.calls.items() if count}
@@ -410,7 +410,7 @@ def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> Alloca
 
 
 def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
-    """Return the reserved bytes after each sample of events, and whether all events were served."""
+    """Serve the events. Return the reserved bytes after each sample, and whether all succeeded."""
     malloc, free, every = served.malloc, served.free, stride(steps)
     curve: list[int] = []
     try:
@@ -445,8 +445,7 @@ def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: in
 
 
 def planned(trace: Trace, samples: int, capacity: int | None) -> AllocatorResult:
-    """Return the result of the static plan: one arena that is mapped once, without any search for
-    blocks."""
+    """Return the result of a static plan: one arena, mapped once, without a search for blocks."""
     requests = rounded(trace.requests(), ALIGNMENT)
     solution = place_exactly(requests, PLAN_SECONDS)
     sweep_placement(requests, solution.placement)

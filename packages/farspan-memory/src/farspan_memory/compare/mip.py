@@ -44,8 +44,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class MixedIntegerProgram:
-    """Minimize the height M in x subject to rows x <= limits. x is [addresses A_1 ... A_n, M, z by
-    pair], where the binary z is 0 if the pair's first tensor lies below the second."""
+    """The program: minimize the height M in x, subject to rows x <= limits. x is [addresses A_1 ...
+    A_n, M, z by pair], where the binary z is 0 if the pair's first tensor lies below the second."""
 
     pairs: Pairs
     rows: list[tuple[int, int, float]]  # row, column, coefficient
@@ -55,7 +55,7 @@ class MixedIntegerProgram:
 
 
 def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
-    """Return the pairs (i, j) of requests that are alive at the same time."""
+    """Return the pairs (i, j) of requests whose lifetimes overlap."""
     return [
         (i, j)
         for j, b in enumerate(requests)
@@ -65,8 +65,8 @@ def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
 
 
 def count_overlapping(requests: Sequence[PlacementRequest]) -> int:
-    """Return the number of pairs of requests that are alive at the same time, in n log n: all pairs
-    but those in which one dies before the other is born."""
+    """Return how many pairs of requests have overlapping lifetimes, in n log n: all pairs but those
+    in which one dies before the other is born."""
     alive = [r for r in requests if r.born < r.dies]
     deaths = sorted(r.dies for r in alive)
     apart = sum(bisect_right(deaths, r.born) for r in alive)
@@ -134,15 +134,15 @@ def place_by_mip(
 
 
 def _proved_units(bound: float | None, cap: int) -> int:
-    """Return the lower bound on the height that the solver has proved, in units, less its tolerance
-    for rows and for binary variables, which count M_cap times."""
+    """Return the lower bound on the height that the solver proved, in units, less its tolerance for
+    rows and for binary variables, which count M_cap times."""
     if bound is None or not math.isfinite(bound):
         return 0
     return math.ceil(bound - TOLERANCE * (2 + cap))
 
 
 def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
-    """Solve with HiGHS: addresses and height are continuous, the order of each pair is binary."""
+    """Solve the program with HiGHS. Addresses and height are continuous, orders of pairs binary."""
     try:
         optimize, matrix = import_module("scipy.optimize"), import_module("scipy.sparse").csr_array
     except ImportError as error:
@@ -167,9 +167,9 @@ def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
 def _exact_addresses(
     requests: Sequence[PlacementRequest], program: MixedIntegerProgram, x: Sequence[float]
 ) -> Placement | None:
-    """Return addresses in whole bytes: each buffer as low as the buffers allow that the solution
-    puts below it. None if the solution contains a cycle, as for sizes below the tolerance. The
-    solver's own addresses have errors of up to a millionth of M_cap."""
+    """Return addresses in whole bytes: each tensor as low as the tensors below it in the solution
+    allow. None if the solution contains a cycle, as for sizes below the tolerance. The solver's own
+    addresses have errors of up to a millionth of M_cap."""
     below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     for z, (i, j) in enumerate(program.pairs, len(requests) + 1):
         low, high = (i, j) if x[z] < 0.5 else (j, i)
