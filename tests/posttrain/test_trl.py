@@ -203,15 +203,15 @@ def experts() -> Any:
     return load_tiny(config=changed, dtype=torch.float64, seed=0)
 
 
-def test_the_routers_loss_is_refused_where_trl_adds_it(make: Make) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"router_aux_loss_coef: .* set router_aux_loss_coef=0\.0"
-    ):
-        make(Long, model=experts())
-    runs = [make(kind, model=experts(), router_aux_loss_coef=0.0) for kind in (Long, SFTTrainer)]
+@pytest.mark.parametrize("coefficient", [None, 0.3, 0.0])
+def test_the_routers_loss_is_that_of_trl(make: Make, coefficient: float | None) -> None:
+    runs = [
+        make(kind, model=experts(), router_aux_loss_coef=coefficient) for kind in (Long, SFTTrainer)
+    ]
     for trainer in runs:
         with eager_experts(trainer.model):
             trainer.train()
+    assert ("aux_loss" in runs[0].state.log_history[0]) == (coefficient != 0.0)
     assert_same_logs(*runs)
 
 

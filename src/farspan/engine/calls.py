@@ -38,8 +38,8 @@ class Calls:
     seed: int
     neftune_alpha: float | None
     router_z: float  # coefficient of the routers' z-loss
-    # Of the latest call for values, a scalar.
-    router_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    # Load-balancing and z-loss of the latest call for values, [2].
+    router_losses: Tensor = field(default_factory=lambda: torch.zeros(2))
     drawn: int = 0  # number of the next call that may drop or add noise
     plans: list[Plan] = field(default_factory=list)  # of the planner, for the batches so far
 
@@ -47,6 +47,18 @@ class Calls:
     def plan(self) -> Plan | None:
         """Plan whose schedule the step uses now, or None if the user gave the schedule."""
         return next((p for p in self.plans if p.schedule is self.models.schedule), None)
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """Load-balancing loss of the latest call for values, without its coefficient."""
+        return self.router_losses[0]
+
+    @property
+    def router_loss(self) -> Tensor:
+        """Router losses of the latest call for values, by their coefficients."""
+        routers = self.models.now.routers
+        balance = 0.0 if routers is None else routers.balance
+        return balance * self.router_losses[0] + self.router_z * self.router_losses[1]
 
     def agreement(self, call: str) -> AbstractContextManager[Agreement]:
         """Return a context that raises an error on all ranks if their calls differ."""
@@ -63,8 +75,8 @@ class Calls:
                 refuse_without_gradients()
             model = self.accept(trains=trains)
             self.compare(same, trained_tokens, draws=trains)
-            inputs = inputs_of(same, model, *given)
-        inputs = self.routing(inputs, given[4])
+            inputs = inputs_of(same, model, *given[:5])
+        inputs = self.routing(inputs, *given[4:])
         count = _count(same, model, inputs, trained_tokens)
         prepared = self.prepared(same, *inputs.input_ids.shape, evaluation=not trains)
         return self.models.now, prepared, self.drawing(inputs) if trains else inputs, count
@@ -162,8 +174,11 @@ class Calls:
             inputs.routers.place = draws
         return replace(inputs, draws=draws)
 
-    def routing(self, inputs: StepInputs, attention_mask: Tensor | None) -> StepInputs:
-        """Return the inputs with sums for the routers' losses, if the model adds any."""
+    def routing(
+        self, inputs: StepInputs, attention_mask: Tensor | None, share: float = 1.0
+    ) -> StepInputs:
+        """Return the inputs with sums for the routers' losses, if the model adds any. The call adds
+        this `share` of them to its loss."""
         model = self.models.now
         if model.routers is None:
             if self.router_z:
@@ -174,6 +189,7 @@ class Calls:
             return inputs
         mask = None if attention_mask is None else attention_mask.to(model.stages.device) != 0
         losses = RouterLoss(model.routers, model.stages.device, self.router_z, mask)
+        losses.scale = share * losses.scale
         return replace(inputs, routers=losses)
 
 

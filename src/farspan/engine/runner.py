@@ -174,7 +174,7 @@ class Runner:
             if model.sharded is not None:
                 model.sharded.ranks.among(*AXES).sum(loss)
             if routers is not None:
-                further = routers.scale * routers.loss()
+                further = (routers.scale * routers.losses()).sum()
                 if model.sharded is not None:
                     model.sharded.ranks.among("data").sum(further)
                 loss = loss + further

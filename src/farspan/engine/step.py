@@ -119,9 +119,9 @@ class Step:
     # Number of the next call that may drop or add noise. A resumed training restores it.
     drawn, seed = _OfPart[int]("_calls.drawn"), _OfPart[int]("_calls.seed")
     neftune_alpha = _OfPart[float | None]("_calls.neftune_alpha")
-    # Router losses of the latest `logprobs` or `values`, by their coefficients, with a gradient; 0
-    # if the model adds none.
-    router_loss = _OfPart[Tensor]("_calls.router_loss")
+    # Router losses of the latest `logprobs` or `values`, with a gradient; 0 if the model adds none.
+    router_loss = _OfPart[Tensor]("_calls.router_loss")  # all, by their coefficients
+    aux_loss = _OfPart[Tensor]("_calls.aux_loss")  # the load-balancing loss, as in a model's output
     # The planner's plan for the present schedule; None if the planner did not choose it.
     plan = _OfPart[Plan | None]("_calls.plan")
 
@@ -199,6 +199,7 @@ class Step:
         trained_tokens: int | None = None,
         weights: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        router_share: float = 1.0,
     ) -> Tensor:
         """Run forward and backward, and add the gradients to `.grad`.
 
@@ -214,11 +215,13 @@ class Step:
                 `logprobs` below, divided by `trained_tokens` if given.
             attention_mask: 0 for padding, [batch, tokens], which router losses leave out; nothing
                 else reads it.
+            router_share: Share of the router losses to add, such as one over the micro-batches of
+                an optimizer step.
 
         Returns:
             The mean loss over trained tokens, a scalar, with the router losses of each replica.
         """
-        given = input_ids, labels, document_ids, weights, attention_mask
+        given = input_ids, labels, document_ids, weights, attention_mask, router_share
         return self.runner.run(*self._calls.ready("step", given, trained_tokens, trains=True))
 
     def evaluate(
@@ -244,6 +247,7 @@ class Step:
         *,
         temperature: float = 1.0,
         entropy: Literal[False] = False,
+        attention_mask: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -255,6 +259,7 @@ class Step:
         *,
         temperature: float = 1.0,
         entropy: Literal[True],
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def logprobs(
@@ -265,6 +270,7 @@ class Step:
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        attention_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return log-probabilities of labels, in fp32 (fp64 for a float64 model).
 
@@ -280,6 +286,7 @@ class Step:
             document_ids: The document of each token [batch, tokens], as in a step.
             temperature: Divides the logits.
             entropy: Also return the entropy of each token's distribution, [batch, tokens].
+            attention_mask: As in a step, for `router_loss` and `aux_loss`.
 
         Returns:
             In the shape of labels, the log-probability of the next token's label; 0 where the label
@@ -295,7 +302,8 @@ class Step:
                 )
             labels = input_ids.long() if labels is None else labels
             function = LogProbs(temperature, ("entropy",) * entropy)
-            asked = ask(self._calls, same, function, input_ids, labels, document_ids)
+            given = input_ids, labels, document_ids, None, attention_mask
+            asked = ask(self._calls, same, function, *given)
         found = values(self._calls, same, asked, self.head)
         logprobs = found[..., : found.shape[2] - entropy]
         logprobs = logprobs if labels.ndim == 3 else logprobs[..., 0]
@@ -323,6 +331,8 @@ class Step:
         input_ids: Tensor,
         targets: Tensor | None = None,
         document_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the output of `head` for every token, [batch, tokens, k], with gradients as
         `logprobs`.
@@ -341,6 +351,6 @@ class Step:
                     f"targets: expected a tensor [batch, tokens, ...] as long as input_ids "
                     f"{tuple(input_ids.shape)}, got {tuple(getattr(targets, 'shape', ()))}"
                 )
-            labels = input_ids.long()
-            asked = ask(self._calls, same, self.head, input_ids, labels, document_ids, targets)
+            given = input_ids, input_ids.long(), document_ids, targets, attention_mask
+            asked = ask(self._calls, same, self.head, *given)
         return values(self._calls, same, asked, self.head)

@@ -95,7 +95,7 @@ def values(calls: Calls, same: Agreement, asked: AskedValues, head: HeadFunction
         return calls.models.now.marks(head, asked.own)
 
     forward = OpenForward(calls.runner, ready(), inputs, asked.function, marks, again)
-    found, calls.router_loss = forward.values()
+    found, calls.router_losses = forward.values()
     return found
 
 
@@ -144,12 +144,12 @@ class OpenForward:
             self.interpreter.run(self._orders(), program.cut or None)
             self.interpreter.complete_routers()
             values, routers = self._of_all_ranks(), self.inputs.routers
-        loss = values.new_zeros(()) if routers is None else routers.loss().to(values.dtype)
+        losses = values.new_zeros(2) if routers is None else routers.losses().to(values.dtype)
         if not program.cut:
-            return values, loss
+            return values, losses
         self.was, self.runner.memory.open_forward = self.marks(), self
         anchor = values.new_zeros(0, requires_grad=True)
-        found: tuple[Tensor, Tensor] = _Values.apply(anchor, values, loss, self)
+        found: tuple[Tensor, Tensor] = _Values.apply(anchor, values, losses, self)
         return found
 
     def backward(self, given: Tensor, routers: Tensor) -> None:
@@ -234,10 +234,10 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, _: Tensor, values: Tensor, loss: Tensor, of: OpenForward
+        ctx: Any, _: Tensor, values: Tensor, losses: Tensor, of: OpenForward
     ) -> tuple[Tensor, Tensor]:
         ctx.of = of
-        return values.clone(), loss.clone()  # the caller may write in place
+        return values.clone(), losses.clone()  # the caller may write in place
 
     @staticmethod
     @once_differentiable

@@ -5,7 +5,7 @@ call. A name without a mask function gets `attention_mask=None`, so nothing of s
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -103,7 +103,10 @@ def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
     noted: set[int] = set()
     token = _local_sizes.set(noted)
     try:
-        with config_field(model, "_attn_implementation_internal", PROBE):
+        with (
+            config_field(model, "_attn_implementation_internal", PROBE),
+            without_router_loss(model),
+        ):
             yield noted
     finally:
         _local_sizes.reset(token)
@@ -117,8 +120,7 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
         answering(_active.get() or _outside_layers),
         config_field(model, "_attn_implementation_internal", NAME),
         put_in(hooks(model)),
-        # The stages of a forward have no router logits for the model's own loss.
-        config_field(model, "output_router_logits", False),
+        without_router_loss(model),
     ):
         yield
 
@@ -130,6 +132,11 @@ def config_field(model: nn.Module, name: str, value: Any) -> Iterator[None]:
     configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
     with put_in((vars(config), name, value) for config in configs.values()):
         yield
+
+
+def without_router_loss(model: nn.Module) -> AbstractContextManager[None]:
+    """Have forwards add no router loss inside the context: stages have no router logits for it."""
+    return config_field(model, "output_router_logits", False)
 
 
 @contextmanager

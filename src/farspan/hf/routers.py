@@ -136,14 +136,15 @@ class RouterLoss:
         mask: Tensor | None = None,
         place: Draws | None = None,
     ) -> None:
-        self.routers, self._z, self._mask = routers, z, mask
+        self.routers, self._has_z, self._mask = routers, z != 0, mask
         self.place = place or Draws(0, 0, 0, 0)
         # Choices of each expert [E], sums of their probabilities [E], sum of squared logsumexps,
         # number of rows.
         self._sums = torch.zeros(2 * routers.experts + 2, dtype=torch.float64, device=device)
         self._is_complete = False
         self.is_padding = False  # the tokens that run now only keep this rank in step with others
-        self.scale: Tensor | float = 1.0  # gradient of the caller's loss by `loss()`
+        # Gradient of the caller's loss by `losses()`.
+        self.scale = torch.tensor([routers.balance, z], dtype=torch.float64, device=device)
 
     @property
     def _parts(self) -> tuple[Tensor, ...]:
@@ -194,12 +195,12 @@ class RouterLoss:
             add_up(self._sums)
         self._is_complete = True
 
-    def loss(self) -> Tensor:
-        """Return the sum of the losses by their coefficients, a float64 scalar."""
+    def losses(self) -> Tensor:
+        """Return the load-balancing loss and the z-loss, [2] in float64."""
         choices, probabilities, squares, number = self._parts
         number = number.clamp(min=1)
         balance = self.routers.experts * (choices / number * (probabilities / number)).sum()
-        return self.routers.balance * balance + self._z * (squares / number).squeeze()
+        return torch.cat((balance[None], squares / number))
 
     def gradient(self, logits: Tensor, rows: Tensor | None) -> Tensor:
         """Return the gradient of the caller's loss by a router's logits [rows, E]."""
@@ -207,12 +208,12 @@ class RouterLoss:
         choices, _, _, number = self._parts
         wide = logits.to(accumulate_dtype(logits.dtype))
         number = number.clamp(min=1)
-        each = self.routers.balance * self.routers.experts * choices / number.square()
-        each = (self.scale * each).to(wide.dtype)
+        each = self.scale[0] * self.routers.experts * choices / number.square()
+        each = each.to(wide.dtype)
         normal = wide.softmax(-1)
         found = normal * (each - (normal * each).sum(-1, keepdim=True))
-        if self._z:
-            factor = (self.scale * 2 * self._z / number).to(wide.dtype)
+        if self._has_z:
+            factor = (self.scale[1] * 2 / number).to(wide.dtype)
             found = found + factor * wide.logsumexp(-1, keepdim=True) * normal
         found = found if rows is None else found * rows
         return found.to(logits.dtype)

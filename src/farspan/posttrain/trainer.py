@@ -163,6 +163,8 @@ class LongContext:
         if self._forwards:
             return
         self._shard()
+        if getattr(self, "aux_loss_enabled", False):  # of routers: TRL asks for it in every call
+            self.model.config.get_text_config().output_router_logits = True
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 self._forwards.append(_Forward(model, self._step_of, self._forwards))
@@ -216,17 +218,22 @@ class LongContext:
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        batch = _batch(self._prepare_inputs(inputs), self.model.config)
+        inputs = self._prepare_inputs(inputs)
+        batch, share = _batch(inputs, self.model.config), 1.0
         if num_items_in_batch is not None:
             trained = int(num_items_in_batch)
         else:
             trained = self._of_replicas(trained_token_count(batch[1], batch[2]))
+            share /= 1 if self._ranks is None else self._ranks.layout.data
         scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
         if scaled is None:
             scaled = num_items_in_batch is not None
         if not scaled:
             trained *= self.current_gradient_accumulation_steps
-        return self._farspan()(*batch, trained_tokens=max(1, trained)).detach()
+            share /= self.current_gradient_accumulation_steps
+        step, mask, trained = self._farspan(), inputs.get("attention_mask"), max(1, trained)
+        loss = step(*batch, trained_tokens=trained, attention_mask=mask, router_share=share)
+        return loss.detach()
 
     def prediction_step(
         self,
@@ -251,8 +258,9 @@ class LongContext:
             )
             return found
         model.eval()
-        batch = _batch(self._prepare_inputs(inputs), self.model.config)
-        loss = self._farspan().evaluate(*batch).detach()
+        inputs = self._prepare_inputs(inputs)
+        batch, mask = _batch(inputs, self.model.config), inputs.get("attention_mask")
+        loss = self._farspan().evaluate(*batch, attention_mask=mask).detach()
         if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:
             loss = torch.full_like(
                 loss, torch.nan
@@ -424,12 +432,6 @@ class LongContext:
             )
         if getattr(self, "compute_loss_func", None) is not None:
             raise UnsupportedError("compute_loss_func: steps compute the plain loss; leave it out")
-        if getattr(self, "aux_loss_enabled", False):
-            raise UnsupportedError(
-                "router_aux_loss_coef: the router's load-balancing loss needs statistics of the "
-                "whole sequence, which chunks do not have; set router_aux_loss_coef=0.0 in the "
-                "arguments"
-            )
 
     def _leave_checkpointing(self) -> None:
         """Turn off gradient checkpointing: the schedule decides what to recompute."""
@@ -505,7 +507,7 @@ class _Forward:
             return self._own(*args, **inputs)
         if args or inputs.get("shift_labels") is not None:
             raise UnsupportedError("forward: pass input_ids and labels as keyword arguments")
-        unread = ("use_cache", "shift_labels", "margin", "return_dict")
+        unread = ("use_cache", "shift_labels", "margin", "return_dict", "output_router_logits")
         count = inputs.pop("num_items_in_batch", None)
         inputs = {n: value for n, value in inputs.items() if n not in unread and value is not False}
         return self._rewards(inputs) if self.classifies else self._log_probs(inputs, count)
@@ -519,14 +521,21 @@ class _Forward:
         targets = shift_labels(labels, documents)
         mask = targets[:, :-1] != IGNORED
         assert isinstance(self.head, LogProbs)
-        values = self._values(ids, targets, documents)[:, :-1].where(mask[..., None], 0)
+        padding = inputs.get("attention_mask")
+        values = self._values(ids, targets, documents, attention_mask=padding)[:, :-1]
+        values = values.where(mask[..., None], 0)
         outputs = dict(zip(("log_probs", *self.head.statistics), values.unbind(-1), strict=True))
         if "is_top1" in outputs:
             outputs["is_top1"] = outputs["is_top1"] != 0
         total = mask.sum().clamp(min=1) if count is None else count
         assert self._function is not None
         output = self._function.__globals__["FusedCausalLMOutput"]
-        return output(loss=-outputs["log_probs"].sum() / total, label_mask=mask, **outputs)
+        assert self.step is not None
+        loss = -outputs["log_probs"].sum() / total
+        if self.step.prepared_model.routers is not None:
+            outputs["aux_loss"] = self.step.aux_loss
+            loss = loss + self.step.router_loss
+        return output(loss=loss, label_mask=mask, **outputs)
 
     def _rewards(self, inputs: dict[str, Any]) -> SequenceClassifierOutputWithPast:
         """Return logits [batch, labels], each at its sequence's last token before padding."""
@@ -551,7 +560,7 @@ class _Forward:
         found: Tensor = self._base.score(hidden)
         return found
 
-    def _values(self, *inputs: Tensor | None) -> Tensor:
+    def _values(self, *inputs: Tensor | None, attention_mask: Tensor | None = None) -> Tensor:
         with nullcontext() if torch.is_grad_enabled() else trained_as(self._trained):
             for forward in self._beside:  # the model's first, whose memory all share
                 if forward.step is None:
@@ -561,7 +570,7 @@ class _Forward:
                     assert step_of is not None, "its trainer asks"
                     forward.step = step_of(forward._model, head=self.head, memory=memory)
             assert self.step is not None
-            return self.step.values(*inputs)  # type: ignore[arg-type]
+            return self.step.values(*inputs, attention_mask=attention_mask)  # type: ignore[arg-type]
 
 
 def _asks_for_values(kind: type) -> bool:
