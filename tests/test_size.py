@@ -29,9 +29,9 @@ MODELS = f"{ALLOCATOR}src/farspan_memory/compare/"
 # read of it in days. The first number only goes down; raising it takes a decision page, which says
 # what was gained. A file belongs to the package whose path is the longest that it begins with.
 BUDGETS = {
-    "core": (24_430, 20_000),
+    "core": (24_910, 20_000),
     "planner": (12_150, 10_500),
-    "train": (15_570, 11_500),
+    "train": (15_610, 11_500),
     "posttrain": (830, 1_300),
     "sparse": (4_280, 4_300),
     "people": (5_360, 4_500),

@@ -96,9 +96,13 @@ class LossKind(StrEnum):
     DISTILL = "distill", LossRow(_COMPARED, ("teacher", "top_k"))
 
 
+ROUTER_KEYS = "router", "router_z"  # of `LossKeys`, for every kind
+
+
 @dataclass(frozen=True, slots=True)
 class LossKeys:
-    """The keys of a run file's loss. `LossRow.keys` says which of them each kind uses."""
+    """Keys of the loss in a run file. All but `kind` and `ROUTER_KEYS` belong to the kinds that
+    list them."""
 
     kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
     beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
@@ -107,6 +111,8 @@ class LossKeys:
     reference: Reference | None = None  # what `dpo` and `ipo` compare with; null: `stored`
     teacher: str | None = None  # what `distill` learns from: a local folder or a name on the hub
     top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
+    router: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts
+    router_z: float = 0.0  # coefficient of the z-loss of its routers
 
 
 class Cut(IntEnum):

@@ -18,7 +18,7 @@ from farspan.data.tokenizers import load_tokenizer
 from farspan.hf.load import load_model
 from farspan.planner.request import Question
 from farspan.program.layout import Parallel
-from farspan.spec import LossKeys, LossKind, Schedule, UnsupportedError
+from farspan.spec import ROUTER_KEYS, LossKeys, LossKind, Schedule, UnsupportedError
 from farspan.train import objectives
 from farspan.train.config import (
     CheckpointConfig,
@@ -409,4 +409,4 @@ def test_every_loss_of_a_run_file_has_its_code() -> None:
     multiple = {kind for kind in LossKind if kind is not LossKind.SFT and not kind.row.of_loops}
     assert {kind for kind in multiple if not kind.row.paired} == set(objectives.SINGLE)
     named = {key for kind in LossKind for key in kind.row.keys}
-    assert named == {field.name for field in fields(LossKeys)} - {"kind"}
+    assert named == {field.name for field in fields(LossKeys)} - {"kind", *ROUTER_KEYS}

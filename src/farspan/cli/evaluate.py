@@ -238,6 +238,7 @@ class Subject:
         if self.adapters is not None:
             asked = RunConfig(model=source, data=DataConfig())
             copy_adapters(Path(self.adapters), model, asked)
+        model.config.get_text_config().output_router_logits = False  # documents' own losses
         return model.eval()
 
     def step(self, device: torch.device, name: str | None, context: int) -> Step:

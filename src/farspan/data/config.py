@@ -8,7 +8,7 @@ from pathlib import Path
 
 from farspan.formatting import LEAST_MEMORY, read_bytes
 from farspan.profile.catalog import is_on_hub
-from farspan.spec import LossKeys, LossKind, Objective, Reference, UnsupportedError
+from farspan.spec import ROUTER_KEYS, LossKeys, LossKind, Objective, Reference, UnsupportedError
 
 _SPLIT = "train"
 # Suffixes of files and their contents: a text, or records as JSON, in a table or in cells.
@@ -345,7 +345,8 @@ class LossConfig(LossKeys):
                 "farspan.losses and farspan.Step.logprobs"
             )
         for f in fields(self):
-            if f.name not in ("kind", *kind.row.keys) and getattr(self, f.name) != f.default:
+            known = ("kind", *ROUTER_KEYS, *kind.row.keys)
+            if f.name not in known and getattr(self, f.name) != f.default:
                 raise UnsupportedError(f"{f.name}: kind {kind} does not use it; leave {f.name} out")
         if not 0.0 < self.beta < float("inf"):
             raise UnsupportedError(f"beta: expected a number above 0, got {self.beta!r}")
@@ -367,6 +368,11 @@ class LossConfig(LossKeys):
                 raise UnsupportedError(f"{f.name}: expected a number of at least 0, got {x!r}")
 
     @property
+    def routers(self) -> bool:
+        """Return whether routers of a mixture of experts have a loss."""
+        return self.router > 0 or self.router_z > 0
+
+    @property
     def paired(self) -> bool:
         return self.kind.row.paired
 
@@ -375,7 +381,9 @@ class LossConfig(LossKeys):
         other = f", reference {self.compared()}" * (self.compared() is not Reference.NONE)
         if self.teacher is not None:
             other = f" from the {self.top_k} likeliest ids of {self.teacher}"
-        return f"{self.kind}{other}"
+        routers = f" + {self.router:g} load balancing" * (self.router > 0)
+        routers += f" + {self.router_z:g} router z-loss" * (self.router_z > 0)
+        return f"{self.kind}{other}{routers}"
 
     def compared(self) -> Reference:
         """Return where the log-probabilities of the loss's reference model come from."""

@@ -66,6 +66,7 @@ class PackedBatch:
     # Numbers in the data of the pairs in each sequence, in order; pair p is documents 2 p and 2 p +
     # 1. Empty if documents are not pairs.
     pairs: tuple[tuple[int, ...], ...] = ()
+    lengths: tuple[int, ...] = ()  # tokens of documents in each sequence, which padding follows
 
 
 class Packing:
@@ -103,7 +104,7 @@ class Packing:
     def _batch(self, rows: list[list[DocumentPiece]], length: int) -> PackedBatch:
         ids, marks = np.zeros((2, len(rows), length), dtype=np.int64)
         labels = np.full_like(ids, UNTRAINED)
-        tokens = 0
+        lengths = []
         for row, pieces in enumerate(rows):
             end = number = 0
             for piece in pieces:
@@ -113,11 +114,12 @@ class Packing:
                     marks[row, begin + start : end] = number
                     number += 1
             marks[row, end:] = number + np.arange(length - end) // self._padded
-            tokens += end
+            lengths.append(end)
         names = tuple(tuple(name for p in row for name in self._names(p)) for row in rows)
         pairs = tuple(tuple(p.document for p in row) for row in rows)
         paired = self._store.middles is not None
-        return PackedBatch(ids, labels, marks, names, tokens, pairs if paired else ())
+        pairs = pairs if paired else ()
+        return PackedBatch(ids, labels, marks, names, sum(lengths), pairs, tuple(lengths))
 
     def documents(self) -> int:
         """Return the number of documents, or of pairs of answers."""
@@ -238,7 +240,8 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
     )
     names = tuple(name for row in rows for name in row.names)
     pairs = tuple(pair for row in rows for pair in row.pairs)
-    return PackedBatch(ids, labels, marks, names, sum(row.tokens for row in rows), pairs)
+    lengths = tuple(length for row in rows for length in row.lengths)
+    return PackedBatch(ids, labels, marks, names, sum(lengths), pairs, lengths)
 
 
 def seed_of_source(seed: int, number: int) -> int:

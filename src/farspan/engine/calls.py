@@ -38,7 +38,7 @@ class Calls:
     seed: int
     neftune_alpha: float | None
     router_z: float  # coefficient of the routers' z-loss
-    # Load-balancing and z-loss of the latest call for values, [2].
+    # Load-balancing and z-loss of the latest call, [2].
     router_losses: Tensor = field(default_factory=lambda: torch.zeros(2))
     drawn: int = 0  # number of the next call that may drop or add noise
     plans: list[Plan] = field(default_factory=list)  # of the planner, for the batches so far
@@ -50,12 +50,12 @@ class Calls:
 
     @property
     def aux_loss(self) -> Tensor:
-        """Load-balancing loss of the latest call for values, without its coefficient."""
+        """Load-balancing loss of the latest call, without its coefficient."""
         return self.router_losses[0]
 
     @property
     def router_loss(self) -> Tensor:
-        """Router losses of the latest call for values, by their coefficients."""
+        """Router losses of the latest call, by their coefficients."""
         routers = self.models.now.routers
         balance = 0.0 if routers is None else routers.balance
         return balance * self.router_losses[0] + self.router_z * self.router_losses[1]
@@ -64,6 +64,16 @@ class Calls:
         """Return a context that raises an error on all ranks if their calls differ."""
         sharded = self.models.sharded
         return agreement(None if sharded is None else sharded.ranks, call)
+
+    def run(
+        self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
+    ) -> Tensor:
+        """Run a step or an evaluation and return its loss."""
+        ready = self.ready(call, given, trained_tokens, trains=trains)
+        loss, routers = self.runner.run(*ready), ready[2].routers
+        if routers is not None:
+            self.router_losses = routers.losses()
+        return loss
 
     def ready(
         self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool

@@ -119,7 +119,7 @@ class Step:
     # Number of the next call that may drop or add noise. A resumed training restores it.
     drawn, seed = _OfPart[int]("_calls.drawn"), _OfPart[int]("_calls.seed")
     neftune_alpha = _OfPart[float | None]("_calls.neftune_alpha")
-    # Router losses of the latest `logprobs` or `values`, with a gradient; 0 if the model adds none.
+    # Router losses of the latest call, after `logprobs` or `values` with a gradient; else 0.
     router_loss = _OfPart[Tensor]("_calls.router_loss")  # all, by their coefficients
     aux_loss = _OfPart[Tensor]("_calls.aux_loss")  # the load-balancing loss, as in a model's output
     # The planner's plan for the present schedule; None if the planner did not choose it.
@@ -222,7 +222,7 @@ class Step:
             The mean loss over trained tokens, a scalar, with the router losses of each replica.
         """
         given = input_ids, labels, document_ids, weights, attention_mask, router_share
-        return self.runner.run(*self._calls.ready("step", given, trained_tokens, trains=True))
+        return self._calls.run("step", given, trained_tokens, trains=True)
 
     def evaluate(
         self,
@@ -233,10 +233,11 @@ class Step:
         trained_tokens: int | None = None,
         weights: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        router_share: float = 1.0,
     ) -> Tensor:
         """Return the loss that a step would return, without gradients; takes the same arguments."""
-        given = input_ids, labels, document_ids, weights, attention_mask
-        return self.runner.run(*self._calls.ready("evaluate", given, trained_tokens, trains=False))
+        given = input_ids, labels, document_ids, weights, attention_mask, router_share
+        return self._calls.run("evaluate", given, trained_tokens, trains=False)
 
     @overload
     def logprobs(

@@ -5,7 +5,7 @@ call. A name without a mask function gets `attention_mask=None`, so nothing of s
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from farspan.hf.routers import hooks
+from farspan.hf.routers import ADDED, hooks, routers_of
 from farspan.hf.swap import put_in
 from farspan.spec import UnsupportedError
 
@@ -134,9 +134,15 @@ def config_field(model: nn.Module, name: str, value: Any) -> Iterator[None]:
         yield
 
 
-def without_router_loss(model: nn.Module) -> AbstractContextManager[None]:
-    """Have forwards add no router loss inside the context: stages have no router logits for it."""
-    return config_field(model, "output_router_logits", False)
+@contextmanager
+def without_router_loss(model: PreTrainedModel) -> Iterator[None]:
+    """Have the model's own forward add no router loss inside the context, since its stages have no
+    router logits. `routers_of` still finds its routers."""
+    if routers_of(model) is None:
+        yield
+        return
+    with config_field(model, "output_router_logits", False), config_field(model, ADDED, True):
+        yield
 
 
 @contextmanager

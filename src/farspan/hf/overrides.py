@@ -54,9 +54,9 @@ UNUSED = {
     "quantization_config": "the run file has model.quantize for this; set that",
     **dict.fromkeys(
         ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha", "moe_loss_weight"),
-        "a step adds no load-balancing loss of routers; leave it out",
+        "the run file has loss.router for this; set that",
     ),
-    "router_z_loss_coef": "a step adds no router loss; leave it out",
+    "router_z_loss_coef": "the run file has loss.router_z for this; set that",
     "z_loss_coefficient": "a step adds no z-loss of its logits; leave it out",
 }
 DRAWS = {"initializer_range", "initializer_factor", "init_std"}

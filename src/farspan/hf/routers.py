@@ -29,6 +29,8 @@ from farspan.hf.swap import Part, put_in
 from farspan.spec import UnsupportedError
 
 LOSS = "load_balancing_loss_func"  # in the module of each family that has this loss
+ASKED = "output_router_logits"  # field of a configuration
+ADDED = "_farspan_adds_router_loss"  # field while a step adds the loss in place of the model
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 _EXPERTS, _TOP_K = ("num_experts", "num_local_experts"), ("num_experts_per_tok",)
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -48,7 +50,8 @@ def routers_of(model: PreTrainedModel) -> Routers | None:
     """Return the routers whose loss the model adds to its own, or None if it adds none. Raises
     UnsupportedError for a loss of another form."""
     config = model.config.get_text_config()
-    if not (getattr(model.config, "output_router_logits", False) or _asks(config)):
+    asking = (getattr(c, name, False) for c in (config, model.config) for name in (ASKED, ADDED))
+    if not any(asking):
         return None
     forward = inspect.unwrap(type(model).forward)
     if LOSS not in forward.__code__.co_names:
@@ -64,8 +67,20 @@ def routers_of(model: PreTrainedModel) -> Routers | None:
     return Routers(_recorded(model), int(experts), int(top_k), float(balance))
 
 
-def _asks(config: Any) -> bool:
-    return bool(getattr(config, "output_router_logits", False))
+def add_router_loss(model: PreTrainedModel, coefficient: float) -> None:
+    """Have the model add its load-balancing loss by this coefficient, as `output_router_logits` in
+    its configuration does. Raises UnsupportedError if transformers has none for this model."""
+    config = model.config.get_text_config()
+    config.output_router_logits = True
+    if routers_of(model) is None:
+        del config.output_router_logits
+        raise UnsupportedError(
+            f"loss.router: {type(model).__name__} has no load-balancing loss in transformers; "
+            "leave router and router_z out"
+        )
+    held = [n for n in _COEFFICIENTS if hasattr(model, n)] or _COEFFICIENTS[:1]
+    setattr(model, held[0], coefficient)
+    setattr(config, held[0], coefficient)
 
 
 def _attribute(model: nn.Module, config: Any, names: Iterable[str]) -> Any:

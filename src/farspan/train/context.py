@@ -270,6 +270,8 @@ class RunContext:
         alpha = self.run.neftune_alpha
         if alpha or any(True for _ in drawing_dropouts(self.model)):
             how |= {"seed": self.run.seed, "neftune_alpha": alpha}
+        if self.run.objective.router_z and model is self.model:
+            how["router_z"] = self.run.objective.router_z
         selector = selector_for(self.run.sparse, schedule, self.run.context, self.index)
         if selector is not None:
             how["selector"] = selector

@@ -56,10 +56,14 @@ class _LogProbLoss:
     def prepare(self, step: Step, updates: int) -> None:
         """Compute values that the loss needs before training; `updates` were done earlier."""
 
-    def train(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Run forward and backward on a batch, and return its share of the loss and metrics."""
+    def train(self, step: Step, micro: Micro, total: int, share: float) -> Sums:
+        """Run forward and backward on a batch, and return its share of the loss and metrics.
+        `share` is that of the routers' losses."""
         with torch.enable_grad():
             shares = self._batch_shares(step, micro, total, "train")
+            if self.loss.routers:
+                shares["loss"] = shares["loss"] + share * step.router_loss
+                shares["aux_loss"] = share * step.aux_loss
             shares["loss"].backward()
         return {name: value.detach() for name, value in shares.items()}
 
@@ -145,7 +149,7 @@ class PreferenceLoss(_LogProbLoss):
         """Return [pairs, 2]: the log-probability of each pair's chosen and rejected answer, summed
         over its tokens, or averaged if the loss uses means."""
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        logprobs = step.logprobs(ids, labels, documents)
+        logprobs = step.logprobs(ids, labels, documents, attention_mask=micro.attention_mask)
         trained = _is_trained(labels, documents).to(logprobs.dtype)
         by_length = self.loss.by_length or self.loss.kind is not LossKind.DPO
         answers = []
@@ -261,7 +265,7 @@ class DistillationLoss(_LogProbLoss):
         trained = _is_trained(labels, documents)
         targets = torch.full_like(top, UNTRAINED)  # labels belong to the token before
         targets[:, 1:] = top[:, :-1].where(trained[:, :-1, None], UNTRAINED)
-        student = step.logprobs(ids, targets, documents)
+        student = step.logprobs(ids, targets, documents, attention_mask=micro.attention_mask)
         return {"loss": losses.distillation(student, known, trained).sum() / total}
 
 

@@ -11,6 +11,7 @@ from farspan.engine.profile import profiles_of_model
 from farspan.formatting import write_seconds
 from farspan.hf.load import blank_model, config_for_planning, load_config
 from farspan.hf.quantized import format_of, refuse_untrainable, refuse_whole
+from farspan.hf.routers import add_router_loss
 from farspan.hf.unsupported import refuse_dropout, refuse_model, stretched
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
@@ -203,6 +204,9 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     there = format_of(config)
     packed = bool(model.quantize if there is None else there.get("load_in_4bit"))
     blank = blank_model(config, torch_dtype(run))
+    if run.objective.routers:
+        add_router_loss(blank, run.objective.router)
+        config.get_text_config().output_router_logits = True
     refuse_model(blank)
     refuse_dropout(blank)
     if lora is None:

@@ -36,6 +36,7 @@ from farspan.hf.load import (
     stacked_experts,
 )
 from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whole
+from farspan.hf.routers import add_router_loss
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import (
     context_limit,
@@ -410,6 +411,8 @@ def _load(
         known=config,
     )
     resize_embeddings(model, rows, run.seed)
+    if run.objective.routers:
+        add_router_loss(model, run.objective.router)
     adapt(model, run)
     # Training mode shows dropout, which is then refused rather than silently left out.
     model.train()

@@ -497,6 +497,13 @@ class Micro:
     document_ids: Tensor  # [batch, tokens] int64
     trained: int
 
+    @property
+    def attention_mask(self) -> Tensor:
+        """False for padding, [batch, tokens]."""
+        lengths = torch.tensor(self.batch.lengths, device=self.input_ids.device)
+        places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return places < lengths[:, None]
+
     def describe(self) -> list[dict[str, Any]]:
         return [
             {"sequence": index, "documents": list(names)}

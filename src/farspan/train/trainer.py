@@ -203,7 +203,8 @@ class TrainingLoop:
         """Add the gradient of the mean loss over all batches to `.grad`. Returns the loss with its
         metrics, and statistics of sparse attention per batch."""
         total, objective = self._total(batches), self._objective
-        sums, seen = [], []
+        share = 1 / (len(batches) * self._batches.replicas)
+        sums, seen, balance = [], [], 0.0
         with self._runner.metering():
             for place, micro in enumerate(batches):
                 self._interrupt.passed(StopPoint.BATCH)
@@ -211,16 +212,28 @@ class TrainingLoop:
                 step.progress = returning_freed(told, self._trim)
                 step.drawn = self.at.step * len(batches) + place
                 if objective is not None:
-                    sums.append(objective.train(step, micro, total))
+                    sums.append(objective.train(step, micro, total, share))
                     continue
                 ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-                sums.append(step(ids, labels, documents, trained_tokens=total))
+                how = self._routing(micro, share)
+                sums.append(step(ids, labels, documents, trained_tokens=total, **how))
+                if how:
+                    balance += share * float(step.aux_loss)
                 if self._watch is not None and step.seen is not None:
                     seen.append(step.seen)
             step.progress = None
             if objective is not None:
                 return objective.gather_sums(sums), seen
-            return {"loss": float(torch.stack([loss.detach() for loss in sums]).sum())}, seen
+            found = {"loss": float(torch.stack([loss.detach() for loss in sums]).sum())}
+            if self._run.objective.routers:  # a step's loss is that of all replicas already
+                found["aux_loss"] = sum(self._world.gather_replicas([balance]))
+            return found, seen
+
+    def _routing(self, micro: Micro, share: float) -> dict[str, Any]:
+        """Return the arguments of a step that add this share of the routers' losses, if any."""
+        if not self._run.objective.routers:
+            return {}
+        return {"attention_mask": micro.attention_mask, "router_share": share}
 
     def _total(self, batches: list[Micro]) -> int:
         """Return the number that divides the summed loss of these batches, over all replicas."""
@@ -280,7 +293,8 @@ class TrainingLoop:
                 sums.append(self._objective.evaluate(step, micro, total))
                 continue
             ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-            sums.append(float(step.evaluate(ids, labels, documents, trained_tokens=total)))
+            how = self._routing(micro, 0.0)  # held-out losses compare across coefficients
+            sums.append(float(step.evaluate(ids, labels, documents, trained_tokens=total, **how)))
         step.progress = None
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
