@@ -522,7 +522,7 @@ class _Forward:
         mask = targets[:, :-1] != IGNORED
         assert isinstance(self.head, LogProbs)
         padding = inputs.get("attention_mask")
-        values = self._values(ids, targets, documents, attention_mask=padding)[:, :-1]
+        values = self._values(ids, targets, documents, mask=padding)[:, :-1]
         values = values.where(mask[..., None], 0)
         outputs = dict(zip(("log_probs", *self.head.statistics), values.unbind(-1), strict=True))
         if "is_top1" in outputs:
@@ -560,7 +560,7 @@ class _Forward:
         found: Tensor = self._base.score(hidden)
         return found
 
-    def _values(self, *inputs: Tensor | None, attention_mask: Tensor | None = None) -> Tensor:
+    def _values(self, ids: Tensor, *further: Tensor | None, mask: Tensor | None = None) -> Tensor:
         with nullcontext() if torch.is_grad_enabled() else trained_as(self._trained):
             for forward in self._beside:  # the model's first, whose memory all share
                 if forward.step is None:
@@ -570,7 +570,7 @@ class _Forward:
                     assert step_of is not None, "its trainer asks"
                     forward.step = step_of(forward._model, head=self.head, memory=memory)
             assert self.step is not None
-            return self.step.values(*inputs, attention_mask=attention_mask)  # type: ignore[arg-type]
+            return self.step.values(ids, *further, attention_mask=mask)
 
 
 def _asks_for_values(kind: type) -> bool:
