@@ -151,3 +151,62 @@ def test_a_run_s_held_out_loss_is_the_mean_over_its_trained_tokens(tmp_path: Pat
     wanted = plain.evaluate()["eval_loss"]
     assert_exact(torch.tensor(found["heldout_loss"]), torch.tensor(wanted), limit=1e-6)
     assert found["step"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*label_smoothing:FutureWarning")
+@pytest.mark.parametrize("accepts", [True, False])
+def test_smoothed_labels_are_the_plain_trainer_s(make: Make, accepts: bool) -> None:
+    both = [make(kind, label_smoothing_factor=0.3) for kind in (Trainer, farspan.Trainer)]
+    for trainer in both:
+        trainer.model_accepts_loss_kwargs = accepts
+        trainer.train()
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert_exact(logs(both[1], key), logs(both[0], key), limit=1e-6)
+
+
+def likeliest(logits: Any, labels: Any) -> Any:
+    known = labels != -100
+    return logits.argmax(-1), (logits.float().logsumexp(-1) * known)[..., None]
+
+
+def metrics_of(prediction: Any) -> dict[str, float]:
+    (found, sums), labels = prediction.predictions, prediction.label_ids
+    right = (found[:, :-1] == labels[:, 1:]) & (labels[:, 1:] != -100)
+    return {"accuracy": float(right.mean()), "sums": float(sums.mean())}
+
+
+def test_metrics_and_predictions_are_the_plain_trainer_s(make: Make) -> None:
+    """Their function gets some tokens at a time, whose results are put together."""
+    both = [make(kind, told) for kind in (Trainer, farspan.Trainer)]
+    found = []
+    for trainer in both:
+        trainer.compute_metrics = metrics_of
+        trainer.preprocess_logits_for_metrics = likeliest
+        trainer.evaluate(beginning(1, 2, 255))
+        found.append(trainer.predict(beginning(1, 2, 255, 3)))
+        assert trainer.preprocess_logits_for_metrics is likeliest
+    plain, ours = found
+    for name in ("test_accuracy", "test_sums", "test_loss"):
+        assert ours.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-6), name
+    for part, other in zip(ours.predictions, plain.predictions, strict=True):
+        assert part.dtype == other.dtype
+        assert_exact(torch.from_numpy(part).double(), torch.from_numpy(other).double(), 1e-6)
+    assert (ours.label_ids == plain.label_ids).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (None, "preprocess_logits_for_metrics: missing, and logits of a whole sequence"),
+        (lambda x, _: x.argmax(-1) + x.sum().long(), "a token's result depends on other tokens"),
+        (lambda x, _: x.mean(1), r"expected tensors \[batch, tokens, ...\]"),
+        (lambda x, _: 2**25 + x.argmax(-1), "whole numbers above 16,777,216 would be rounded"),
+    ],
+)
+def test_functions_of_logits_that_cannot_run_in_pieces(
+    make: Make, function: Any, message: str
+) -> None:
+    trainer = make()
+    trainer.compute_metrics, trainer.preprocess_logits_for_metrics = metrics_of, function
+    with pytest.raises(UnsupportedError, match=message):
+        trainer.evaluate(beginning(1, 2, 255))

@@ -212,7 +212,6 @@ def test_noise_of_embeddings(make: Make) -> None:
             {"fp16": True},
             r"fp16: .* needs False, got True: load the model with dtype=torch\.bfloat16",
         ),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
         ({"use_liger_kernel": True}, "use_liger_kernel: .* farspan has its own kernels"),
         (
             {"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]},

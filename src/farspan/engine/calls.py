@@ -113,6 +113,7 @@ class Calls:
         same.add({"kernels": repr(self.models.wanted)})
         far = self.runner.far
         same.add(facts_of("selector", None if far is None else far.select))
+        same.add({"label_smoothing": repr(self.runner.smoothing)})
         if draws:
             same.add({n: repr(getattr(self, n)) for n in ("neftune_alpha", "router_z")})
             if model.drops or self.neftune_alpha:

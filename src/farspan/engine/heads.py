@@ -1,7 +1,7 @@
 """Heads that compute values for every token, some tokens at a time, instead of the loss."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,61 @@ class TopIds(LogProbs):
         normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
         found, ids = normal[:, : self.vocab].topk(self.k, -1)
         return torch.cat((ids.to(found.dtype), found), 1)
+
+
+# Maps logits [1, n, V] and labels [1, n] to one or several tensors [1, n, ...].
+LogitsFunction = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]]
+_EXACT = 2**24  # whole numbers up to it are exact in float32
+
+
+@dataclass(frozen=True, slots=True)
+class FromLogits(LogProbs):
+    """Head that returns what the user's function computes of each token's logits."""
+
+    function: LogitsFunction = lambda logits, _: logits
+    outputs: list[Tensor] = field(default_factory=list)  # of the first piece: shapes and dtypes
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the outputs for logits [n, V] and labels [n, 1] as columns [n, k]."""
+        rows = self._run(logits, targets)
+        if not self.outputs:
+            self.outputs.extend(rows)
+            alone = self._run(logits[:1], targets[:1])
+            if not all(torch.equal(a[:1], b) for a, b in zip(rows, alone, strict=True)):
+                raise UnsupportedError(
+                    "preprocess_logits_for_metrics: a token's result depends on other tokens, but "
+                    "the function gets some tokens at a time; return a result per token"
+                )
+        return torch.cat(
+            [out.reshape(len(out), -1).to(accumulate_dtype(logits.dtype)) for out in rows], 1
+        )
+
+    def _run(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
+        found = self.function(logits[None], targets.T)
+        rows = found if isinstance(found, tuple) else (found,)
+        for out in rows:
+            if not isinstance(out, Tensor) or out.shape[:2] != (1, len(logits)):
+                what = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+                raise UnsupportedError(
+                    f"preprocess_logits_for_metrics: expected tensors [batch, tokens, ...], as "
+                    f"[1, {len(logits)}, ...] for {len(logits)} tokens, got {what}"
+                )
+            if not out.is_floating_point() and bool((out.abs() > _EXACT).any()):
+                raise UnsupportedError(
+                    f"preprocess_logits_for_metrics: whole numbers above {_EXACT:,} would be "
+                    "rounded; return smaller ones"
+                )
+        return [out[0] for out in rows]
+
+    def unpacked(self, values: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the columns [B, T, k] as outputs [B, T, ...] in their dtypes."""
+        found, column = [], 0
+        for like in self.outputs:
+            width = like[0].numel()
+            part = values[..., column : column + width].to(like.dtype)
+            found.append(part.reshape(*values.shape[:2], *like.shape[1:]))
+            column += width
+        return found[0] if len(found) == 1 else tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,7 @@ class LossHead:
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
     fused: bool = False  # one kernel computes the loss and overwrites the logits by their gradient
+    smoothing: float = 0.0  # share of each label that all ids get alike
 
     def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         """Return a chunk's part of the mean loss, for hidden [B, C, h], targets, weights [B, C]."""
@@ -249,7 +250,11 @@ class LossHead:
         rows = logits.detach().flatten(0, 1)
         if rows.untyped_storage()._cdata in saved:  # a soft cap saves its output
             rows = rows.clone()
+        smoother = self._smoother(rows, targets.flatten())
         losses = cross_entropy_(rows, targets.flatten(), 1 / self.count, ignored=IGNORED)
+        if smoother is not None:
+            losses += smoother
+            self._smooth(rows, targets.flatten())
         if weights is not None:
             losses *= weights.flatten()
             rows *= weights.flatten()[:, None]
@@ -259,10 +264,28 @@ class LossHead:
     def _takes(self, logits: Tensor) -> bool:
         return self.fused and fused_for(logits.device, logits.dtype)
 
+    def _smoother(self, rows: Tensor, targets: Tensor) -> Tensor | None:
+        """Return what label smoothing adds to each loss, [n]; None without it. Of a label y it is
+        `smoothing * (logit of y - mean of the logits)`."""
+        if not self.smoothing:
+            return None
+        wide, known = accumulate_dtype(rows.dtype), targets != IGNORED
+        of_label = rows.gather(1, targets.where(known, 0)[:, None])[:, 0].to(wide)
+        return (self.smoothing * (of_label - rows.mean(1, dtype=wide))).where(known, 0)
+
+    def _smooth(self, rows: Tensor, targets: Tensor) -> None:
+        """Add the gradient of `_smoother`, divided by the count, to the logits' own, in place."""
+        known = (targets != IGNORED)[:, None].to(rows.dtype) * (self.smoothing / self.count)
+        rows.sub_(known / rows.shape[1])
+        rows.scatter_add_(1, targets.clamp(min=0)[:, None], known)
+
     def _loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = self.stages.logits(hidden)
         if not logits.requires_grad and self._takes(logits):
-            losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignored=IGNORED)
+            rows, wanted = logits.flatten(0, 1), targets.flatten()
+            smoother = self._smoother(rows, wanted)
+            losses = cross_entropy(rows, wanted, ignored=IGNORED)
+            losses = losses if smoother is None else losses + smoother
             losses = losses if weights is None else losses * weights.flatten()
             return losses.sum(dtype=torch.float64) / self.count
         return self._cross_entropy(logits, targets, weights)
@@ -271,7 +294,11 @@ class LossHead:
         wide = logits.to(accumulate_dtype(logits.dtype)).flatten(0, 1)
         how = "sum" if weights is None else "none"
         losses = functional.cross_entropy(
-            wide, targets.flatten(), ignore_index=IGNORED, reduction=how
+            wide,
+            targets.flatten(),
+            ignore_index=IGNORED,
+            reduction=how,
+            label_smoothing=self.smoothing,
         )
         if weights is not None:
             losses = (losses * weights.flatten()).sum()

@@ -102,6 +102,7 @@ class Runner:
     far: FarStep | None  # None: dense attention
     progress: Callable[[Progress], None] | None
     poison: bool
+    smoothing: float = 0.0  # of labels
     watches: bool = True  # one cell of a step with `far` measures its coverage
     # Called when a program with a backward begins; returns a callback for each issued instruction.
     watch: Callable[[Program], Callable[[Instruction], None]] | None = None
@@ -168,7 +169,8 @@ class Runner:
         routers = inputs.routers
         with self.issuing(model, program, gradients, inputs):
             tokens = program.schedule.loss_chunk_size
-            head = LossHead(model.stages, count, tokens, model.outer, model.fused)
+            how = model.outer, model.fused, self.smoothing
+            head = LossHead(model.stages, count, tokens, *how)
             interpreter = self.interpreter(model, prepared, inputs, head, gradients)
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if model.sharded is not None:

@@ -12,7 +12,7 @@ from farspan.distributed.agreement import agreement
 from farspan.distributed.context import ParallelContext
 from farspan.engine.calls import Calls, written
 from farspan.engine.far import FarStep, far_step
-from farspan.engine.heads import HeadFunction, LogProbs, TopIds
+from farspan.engine.heads import FromLogits, HeadFunction, LogitsFunction, LogProbs, TopIds
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.parallelize import ShardedModel, refuse_schedule
 from farspan.engine.preparation import Preparations, PreparedModel
@@ -88,6 +88,7 @@ class Step:
         router_z: Coefficient of the z-loss of a mixture of experts' routers (ST-MoE). Their
             load-balancing loss is added as the model's own forward adds it, if its configuration
             has `output_router_logits`.
+        label_smoothing: Share of each label that all ids get alike, of the step's own loss.
 
     Raises:
         UnsupportedError: The model cannot be trained exactly in chunks, the schedule does not fit
@@ -143,6 +144,7 @@ class Step:
         seed: int = 0,
         neftune_alpha: float | None = None,
         router_z: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> None:
         context = ranks.ranks if isinstance(ranks, ShardedModel) else ranks
         sharded = ranks if isinstance(ranks, ShardedModel) else None
@@ -161,7 +163,10 @@ class Step:
             far = None if asked is None else far_step(asked, selector)
             models.begin(weights)
             memory = StepMemory.on(models.now.stages.device, memory)
-        self.head, self.runner = head, Runner(memory, overlap, far, progress, poison)
+        if not 0 <= label_smoothing < 1:
+            raise UnsupportedError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
+        runner = Runner(memory, overlap, far, progress, poison, label_smoothing)
+        self.head, self.runner = head, runner
         self._calls = Calls(models, self.runner, planner, seed, neftune_alpha, router_z)
 
     @property
@@ -326,6 +331,33 @@ class Step:
             asked = ask(self._calls, same, function, input_ids, input_ids.long(), document_ids)
         found = values(self._calls, same, asked, self.head)
         return found[..., :k].long(), found[..., k:]
+
+    @torch.no_grad()
+    def from_logits(
+        self,
+        function: LogitsFunction,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return what a function computes of the logits of every token, without gradients.
+
+        Args:
+            function: Called with logits [1, n, vocab] and labels [1, n] of n tokens at a time.
+                Returns one or several tensors [1, n, ...], each token's from its own logits alone,
+                such as `logits.argmax(-1)`.
+            input_ids: Token ids [batch, tokens].
+            labels: Labels [batch, tokens], which are passed to the function unshifted.
+            document_ids: The document of each token [batch, tokens], as in a step.
+
+        Returns:
+            The function's tensors for all tokens, [batch, tokens, ...].
+        """
+        head = FromLogits(function=function)
+        with self._calls.agreement("from_logits") as same:
+            given = input_ids, input_ids.long(), document_ids, labels
+            asked = ask(self._calls, same, head, *given)
+        return head.unpacked(values(self._calls, same, asked, self.head))
 
     def values(
         self,

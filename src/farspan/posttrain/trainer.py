@@ -59,7 +59,7 @@ _ARGUMENTS = {
     "torch_compile": (False, "give kernels=farspan.spec.Kernels(compile=True) instead"),
     "use_liger_kernel": (False, "farspan has its own kernels; choose them with `kernels`"),
     "activation_offloading": (False, "the schedule decides what goes to main memory"),
-    "label_smoothing_factor": (0.0, "the loss is the plain one"),
+    "label_smoothing_factor": (0.0, "TRL's trainers would read all logits for it"),
     "loss_type": ("nll", "a step computes only the plain loss; upgrade TRL for other losses"),
     "cast_lm_head_to_fp32": (False, "logits are computed in the dtype of the weights"),
     "deepspeed": (None, "its engine would run the backward itself; leave deepspeed out"),
@@ -121,6 +121,7 @@ class LongContext:
     optimizer: Any
     state: Any
     model_accepts_loss_kwargs: bool
+    preprocess_logits_for_metrics: Any
     neftune_noise_alpha: Any
     current_gradient_accumulation_steps: int
     ref_model: Any  # in TRL's trainers as well
@@ -145,6 +146,7 @@ class LongContext:
         self._sharded: ShardedModel | None = None
         self._forwards: list[_Forward] = []
         self._calls, self._number = (-1, 0), 0  # updates and calls since the last one; all calls
+        self._preprocess: Any = None  # the user's `preprocess_logits_for_metrics`, in evaluations
         self._moved = False  # whether the planner has moved the model's weights to main memory
         super().__init__(*args, **kwargs)
         refuse_adapters(self.model)  # before prompt tuning changes the tokens of a batch
@@ -242,15 +244,13 @@ class LongContext:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> "_Predicted":
-        """Return the loss of one batch. Raises UnsupportedError if outputs are requested: for a
-        long sequence, a row of vocabulary size per token does not fit in memory."""
+        """Return the loss of one batch and, for metrics, what `preprocess_logits_for_metrics` makes
+        of its logits. Raises UnsupportedError if it is missing: for a long sequence, a row of
+        vocabulary size per token does not fit in memory."""
         self._refuse_other_arguments()
         rewards = any(forward.classifies for forward in self._forwards)
         if not prediction_loss_only and not rewards:
-            raise UnsupportedError(
-                "outputs: evaluation returns only the loss; leave out compute_metrics and predict, "
-                "or set prediction_loss_only=True"
-            )
+            self._refuse_outputs()
         if self._by_values:
             own: Any = super()
             found: _Predicted = own.prediction_step(
@@ -265,7 +265,41 @@ class LongContext:
             loss = torch.full_like(
                 loss, torch.nan
             )  # as the plain Trainer, whose mean leaves it out
-        return loss, None, None
+        if prediction_loss_only:
+            return loss, None, None
+        ids, _, documents = batch
+        labels = inputs["labels"]
+        outputs: Any = self._farspan().from_logits(self._preprocess, ids, labels, documents)
+        return loss, outputs, labels
+
+    def _refuse_outputs(self) -> None:
+        """Raise UnsupportedError if a user's metrics would need the logits of whole sequences."""
+        if self._by_values:
+            raise UnsupportedError(
+                "outputs: evaluation of TRL's trainers returns only the loss; leave out "
+                "compute_metrics and predict, or set prediction_loss_only=True"
+            )
+        if self._preprocess is None:
+            raise UnsupportedError(
+                "preprocess_logits_for_metrics: missing, and logits of a whole sequence would not "
+                "fit into memory; give the Trainer a function of each token's logits, such as "
+                "preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)"
+            )
+
+    def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
+        """Run the Trainer's own loop. Its `preprocess_logits_for_metrics` runs in each prediction
+        step, on some tokens at a time."""
+        own: Any = super()
+        if self._by_values:
+            return own.evaluation_loop(*args, **keywords)
+        self._preprocess, self.preprocess_logits_for_metrics = (
+            self.preprocess_logits_for_metrics,
+            None,
+        )
+        try:
+            return own.evaluation_loop(*args, **keywords)
+        finally:
+            self.preprocess_logits_for_metrics = self._preprocess
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
         """Compute the loss with the Trainer's own method. A reference model's log-probabilities are
@@ -326,6 +360,7 @@ class LongContext:
             ranks=self._sharded if model is self.model and self._sharded else self._ranks,
             seed=self.args.seed,
             neftune_alpha=self.args.neftune_noise_alpha,
+            label_smoothing=self.args.label_smoothing_factor,
             **further,
         )
         step.drawn = self._number
@@ -410,7 +445,7 @@ class LongContext:
 
     def _refuse_other_arguments(self) -> None:
         for name, (needed, instead) in _ARGUMENTS.items():
-            if name == "loss_type" and self._by_values:
+            if (name, self._by_values) in (("loss_type", True), ("label_smoothing_factor", False)):
                 continue
             given = getattr(self.args, name, needed)
             off = given is None or not (given or needed)  # False, 0 and an empty name count as off
