@@ -602,3 +602,15 @@ def test_the_fused_loss_weighs_tokens_as_the_plain_one(monkeypatch: pytest.Monke
     assert relative_error(step(*data, weights=weights), total) < EXACT
     assert max(errors(gradients(model), wanted).values()) < EXACT
     assert relative_error(step.evaluate(*data, weights=weights), total) < EXACT
+    plain, fused = (Step(model, step.schedule, label_smoothing=0.2) for _ in range(2))
+    fused.prepared_model = replace(fused.prepared_model, fused=True)
+    for weighed in (None, weights):
+        outcomes = []
+        for one in (plain, fused):
+            model.zero_grad()
+            loss = one(*data, weights=weighed)
+            outcomes.append((loss, gradients(model), one.evaluate(*data, weights=weighed)))
+        (loss, wanted, evaluated), (other, found, again) = outcomes
+        assert relative_error(other, loss) < EXACT
+        assert relative_error(again, evaluated) < EXACT
+        assert max(errors(found, wanted).values()) < EXACT
