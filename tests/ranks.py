@@ -26,6 +26,7 @@ PRELOADED = [
     "typer",
     "farspan.engine.step",
     "farspan.train.trainer",
+    "farspan.posttrain.trainer",
     "tests.zoo",
     "tests.frozen",
 ]
