@@ -8,7 +8,14 @@ import pytest
 
 from farspan.engine.step import Step
 from farspan.spec import Kernels, Tier
-from farspan.train.config import DType, LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from farspan.train.config import (
+    DType,
+    EvaluationConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from farspan.train.trainer import train
 from tests.train.tiny import MODEL, STEPS, Quiet, memory_of, replaced, tiny_run
 
@@ -55,7 +62,12 @@ def place(order: list[str], start: str) -> int:
         {"schedule": ScheduleConfig(strategy="auto")},
         {"model": ModelConfig(config=MODEL, lora=LoraConfig(rank=2))},
         {"model": ModelConfig(config=MODEL, dtype=DType.BFLOAT16)},
-        {"kernels": Kernels(compile=True), "steps": 1, "optimizer": OptimizerConfig(warmup=0)},
+        {
+            "kernels": Kernels(compile=True),
+            "model": ModelConfig(config=MODEL | {"num_hidden_layers": 1}),
+            **{"steps": 1, "accumulate": 1, "evaluation": EvaluationConfig(every=0)},
+            "optimizer": OptimizerConfig(warmup=0),
+        },
     ],
     ids=lambda changes: " ".join(changes),
 )

@@ -147,7 +147,7 @@ def test_what_a_run_drops_depends_on_nothing_but_its_place(tmp_path: Path) -> No
         return a_run(tmp_path, name, model=model, **changes)
 
     whole, run = named("whole"), named("run")
-    other = named("other", schedule=ScheduleConfig(strategy="memo", chunk=10, mlp_chunk_size=4))
+    other = named("other", schedule=ScheduleConfig(strategy="memo", chunk=20, mlp_chunk_size=12))
     fit_all([whole, other, plain])
     with pytest.raises(Stopped):
         train(run, reporter=Stopping(3))
