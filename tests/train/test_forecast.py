@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from farspan.engine.step import Step
-from farspan.spec import Kernels, Tier
+from farspan.spec import Kernels, Schedule, Tier
 from farspan.train.config import (
     DType,
     EvaluationConfig,
@@ -17,6 +17,7 @@ from farspan.train.config import (
     ScheduleConfig,
 )
 from farspan.train.trainer import train
+from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, memory_of, replaced, tiny_run
 
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
@@ -76,7 +77,8 @@ def test_the_first_step_is_forecast_and_not_rehearsed(
 ) -> None:
     run = tiny_run(tmp_path, **{"schedule": SCHEDULE, "steps": 3} | changes)
     Counted.calls = 0
-    train(run, components=replaced(make_step=Counted), reporter=Quiet())
+    parts = planned_components([Schedule(chunk=16, groups=1)])
+    train(run, components=replaced(parts, make_step=Counted), reporter=Quiet())
     assert Counted.calls == run.steps * run.accumulate
     predicted, measured = memory_of(Path(run.folder))
     assert predicted == pytest.approx(measured, rel=0.01)
