@@ -22,6 +22,7 @@ from tests.numerics import assert_exact
 from tests.ranks import RankError, run_ranks
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
 SCHEDULE = Schedule(chunk=8, groups=2)  # a layer each
 Logs = dict[str, Tensor]
 

@@ -259,6 +259,7 @@ def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(data=2, fsdp=False), Layout(shards=2)])
 @pytest.mark.usefixtures("briefly")
 def test_on_ranks_they_answer_alike(tmp_path: Path, layout: Layout) -> None:
@@ -289,6 +290,7 @@ def fit_on(spec: MachineSpec, runs: list[RunConfig]) -> None:
         assert train(run, components=components, reporter=Quiet()).step == run.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "parallel", "expected"),
     [
