@@ -26,7 +26,6 @@ PRELOADED = [
     "typer",
     "farspan.engine.step",
     "farspan.train.trainer",
-    "farspan.posttrain.trainer",
     "tests.zoo",
     "tests.frozen",
 ]
