@@ -78,6 +78,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """Nor at what a file left: modules imported late, and caches. At the end of a whole run they
+    are millions of objects, 2 s for each collection that a Trainer or a lack of memory asks for."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     if (cases := sys.modules.get("tests.sparse.triton_cases")) is not None:
         cases.stop_interpreting()

@@ -22,6 +22,7 @@ from tests.numerics import assert_exact
 from tests.ranks import RankError, run_ranks
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
 SCHEDULE = Schedule(chunk=8, groups=2)  # a layer each
 Logs = dict[str, Tensor]
 
@@ -93,7 +94,13 @@ def of_trl(folder: str, layout: Layout | None, name: str, steps: int) -> Logs:
         "gradient_accumulation_steps": steps,
     }
     values |= {"output_dir": folder, "learning_rate": 1e-2, "logging_steps": 1}
-    values |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no", "report_to": []}
+    values |= {
+        "max_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+    }
     values |= {"use_cpu": True, "disable_tqdm": True, "bf16": False, "adam_epsilon": 1e-5}
     trainer: Any = type("Long", (farspan.LongContext, kind), {})(
         model=model,
@@ -144,8 +151,8 @@ LAYOUTS = {
 def test_ranks_are_one_process(tmp_path: Path, name: str) -> None:
     """Losses, held-out losses and norms; and what was saved is whole."""
     layout = LAYOUTS[name]
-    accumulated = {"gradient_accumulation_steps": 4}
-    shared = {"gradient_accumulation_steps": 4 // layout.data}
+    accumulated = {"gradient_accumulation_steps": 2}
+    shared = {"gradient_accumulation_steps": 2 // layout.data}
     one, _ = trained(str(tmp_path / "one"), None, accumulated)
     found = run_ranks(layout.devices(), trained, str(tmp_path / "ranks"), layout, shared)
     for logs, _ in found:
@@ -194,8 +201,8 @@ def saved(folder: Path, step: int) -> Logs:
 @pytest.mark.parametrize("name", part_of(list(LAYOUTS), "ulysses, fsdp"))
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    accumulated = {"gradient_accumulation_steps": 4}
-    shared = {"gradient_accumulation_steps": 4 // layout.data}
+    accumulated = {"gradient_accumulation_steps": 2}
+    shared = {"gradient_accumulation_steps": 2 // layout.data}
     one, _ = trained(str(tmp_path / "one"), None, accumulated)
     resume = {"resume": str(tmp_path / "one" / "checkpoint-2")}
     further, _ = run_ranks(

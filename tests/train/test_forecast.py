@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from farspan.engine.step import Step
-from farspan.spec import Kernels, Tier
-from farspan.train.config import DType, LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from farspan.spec import Kernels, Schedule, Tier
+from farspan.train.config import (
+    DType,
+    EvaluationConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from farspan.train.trainer import train
+from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, memory_of, replaced, tiny_run
 
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
@@ -55,7 +63,12 @@ def place(order: list[str], start: str) -> int:
         {"schedule": ScheduleConfig(strategy="auto")},
         {"model": ModelConfig(config=MODEL, lora=LoraConfig(rank=2))},
         {"model": ModelConfig(config=MODEL, dtype=DType.BFLOAT16)},
-        {"kernels": Kernels(compile=True), "steps": 1, "optimizer": OptimizerConfig(warmup=0)},
+        {
+            "kernels": Kernels(compile=True),
+            "model": ModelConfig(config=MODEL | {"num_hidden_layers": 1}),
+            **{"steps": 1, "accumulate": 1, "evaluation": EvaluationConfig(every=0)},
+            "optimizer": OptimizerConfig(warmup=0),
+        },
     ],
     ids=lambda changes: " ".join(changes),
 )
@@ -64,7 +77,8 @@ def test_the_first_step_is_forecast_and_not_rehearsed(
 ) -> None:
     run = tiny_run(tmp_path, **{"schedule": SCHEDULE, "steps": 3} | changes)
     Counted.calls = 0
-    train(run, components=replaced(make_step=Counted), reporter=Quiet())
+    parts = planned_components([Schedule(chunk=16, groups=1)])
+    train(run, components=replaced(parts, make_step=Counted), reporter=Quiet())
     assert Counted.calls == run.steps * run.accumulate
     predicted, measured = memory_of(Path(run.folder))
     assert predicted == pytest.approx(measured, rel=0.01)

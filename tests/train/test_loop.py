@@ -1,12 +1,16 @@
 """A run from beginning to end, and what a user finds in its folder."""
 
+import ctypes
 import json
+import mmap
 import os
+import re
 import resource
-import shlex
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +35,26 @@ from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
 )
+from farspan.train.memory import (
+    TRIM_EVERY,
+    grow_stack,
+    resident_bytes,
+    return_freed,
+    trimming,
+)
 from farspan.train.optimizer import TrainingOptimizer, learning_rate
 from farspan.train.setup import choose_device
+from farspan.train.trainer import returning_freed
 from farspan.train.yaml_config import build
 from tests.checkpoint.saved import saved_tensors
 from tests.data.test_tokenizers import save_words
+from tests.ranks import PROCESSES
 from tests.train.tiny import (
     MODEL,
     STEPS,
     Quiet,
     TinyStep,
+    cells_done,
     count_trained,
     fit,
     load_tiny,
@@ -115,62 +129,60 @@ def test_the_first_step_is_measured(tmp_path: Path) -> None:
     assert sum("resident at most" in note for note in alone.notes) == 1
 
 
-PIECES = """
-import ctypes
-from types import SimpleNamespace
-from farspan.train.memory import TRIM_EVERY, resident_bytes, return_freed, trimming
-from farspan.train.trainer import returning_freed
-assert return_freed()
-take = ctypes.CDLL(None).aligned_alloc
-give, fill = ctypes.CDLL(None).free, ctypes.CDLL(None).memset
-take.restype = ctypes.c_void_p
-blocks = [take(64, 96 << 10) for _ in range(1000)]
-for block in blocks:
-    fill(ctypes.c_void_p(block), 1, 96 << 10)
-for block in blocks[::2]:
-    give(ctypes.c_void_p(block))
-told, held = [], [resident_bytes()]
-for cell in (TRIM_EVERY - 1, TRIM_EVERY):
-    returning_freed(told.append, trimming())(SimpleNamespace(cells_done=cell))
-    held.append(resident_bytes())
-print(len(told), *(held[0] - now >> 20 for now in held[1:]))
-"""
+def in_a_process(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns in a process whose heap no test has touched."""
+    with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
+        return pool.submit(function, *given).result()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the heap is glibc's")
-def test_pieces_of_the_heap_go_back_between_cells(tmp_path: Path) -> None:
+OF_GLIBC = pytest.mark.skipif(
+    sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ),
+    reason="thresholds of the heap are glibc's, and as they come",
+)
+
+
+def pieces() -> tuple[int, ...]:
+    """How often the memory's return was told of, and MiB returned before and after it."""
+    assert return_freed()
+    take = ctypes.CDLL(None).aligned_alloc
+    give, fill = ctypes.CDLL(None).free, ctypes.CDLL(None).memset
+    take.restype = ctypes.c_void_p
+    blocks = [take(64, 96 << 10) for _ in range(1000)]
+    for block in blocks:
+        fill(ctypes.c_void_p(block), 1, 96 << 10)
+    for block in blocks[::2]:
+        give(ctypes.c_void_p(block))
+    told: list[Any] = []
+    held = [resident_bytes()]
+    for cell in (TRIM_EVERY - 1, TRIM_EVERY):
+        returning_freed(told.append, trimming())(cells_done(cell, TRIM_EVERY))
+        held.append(resident_bytes())
+    return len(told), *(held[0] - now >> 20 for now in held[1:])
+
+
+@OF_GLIBC
+def test_pieces_of_the_heap_go_back_between_cells() -> None:
     """Of 94 MiB in blocks below the threshold every second one is freed."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    command = [sys.executable, "-c", PIECES]
-    out = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
-    told, before, after = map(int, out.stdout.split())
+    told, before, after = in_a_process(pieces)
     assert told == 2
     assert before < 5 < 35 < after
 
 
-HOLES = """
-import numpy, os
-from farspan.train.memory import resident_bytes, return_freed
-if {asked}:
-    assert return_freed()
-numpy.ones(8 << 20).sum()  # freed, it moves glibc's threshold up to 32 MiB
-before = resident_bytes()
-blocks = [numpy.ones(1 << 16) for _ in range(400)]  # of 512 KiB
-blocks = blocks[::2]
-print((resident_bytes() - before) >> 20)
-"""
+def holes(asked: bool) -> int:
+    """MiB that are held for every second one of 400 blocks of 512 KiB."""
+    assert not asked or return_freed()
+    np.ones(8 << 20).sum()  # freed, it moves glibc's threshold up to 32 MiB
+    before = resident_bytes()
+    blocks = [np.ones(1 << 16) for _ in range(400)]
+    blocks = blocks[::2]
+    return resident_bytes() - before >> 20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="thresholds are glibc's")
-def test_freed_memory_goes_back_between_what_stays(tmp_path: Path) -> None:
+@OF_GLIBC
+def test_freed_memory_goes_back_between_what_stays() -> None:
     """Of 200 MiB every second block is freed."""
-    held = []
-    for asked in (True, False):
-        command = [sys.executable, "-c", HOLES.format(asked=asked)]
-        env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-        out = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
-        held.append(int(out.stdout))
-    assert held[0] < 110 < 190 < held[1]
+    assert in_a_process(holes, True) < 110
+    assert in_a_process(holes, False) > 190
 
 
 def test_the_model_loads_where_hugging_face_loads_models(tmp_path: Path) -> None:
@@ -369,40 +381,41 @@ def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -
     assert "resuming after step 2 of 5" in quiet.notes
 
 
-GROWN = "from farspan.train.memory import grow_stack; grow_stack()"
-DEEP = """
-import mmap, re, resource, sys
-from pathlib import Path
-
-def deeper(calls):
+def deeper(calls: int) -> Any:
     return sorted([1], key=lambda _: deeper(calls - 1)) if calls else 0
 
-if sys.argv[1] == "grown":
-    from farspan.train.memory import grow_stack
+
+def recurse_where_memory_is_full(how: str) -> None:
+    if how == "grown":
+        grow_stack()
+    size = int(re.findall(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**20,) * 2)
+    sys.setrecursionlimit(3000)
+    held = []
+    try:
+        while True:
+            held.append(mmap.mmap(-1, mmap.PAGESIZE))
+    except OSError:
+        del held[-8:]
+    with suppress(MemoryError):
+        deeper(800)
+
+
+def grow_a_small_stack() -> None:
+    resource.setrlimit(resource.RLIMIT_STACK, (512 << 10,) * 2)  # `ulimit -s`
     grow_stack()
-size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (size + 2**20,) * 2)
-sys.setrecursionlimit(3000)
-held = []
-try:
-    while True:
-        held.append(mmap.mmap(-1, mmap.PAGESIZE))
-except OSError:
-    del held[-8:]
-try:
-    deeper(800)
-except MemoryError:
-    pass
-"""
+
+
+def exit_code(function: Callable[..., None], *given: Any) -> int | None:
+    process = PROCESSES.Process(target=function, args=given)
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of the address space that is kept")
 def test_a_full_address_space_is_an_error_and_no_segmentation_fault() -> None:
     """Of `ulimit -v`: a stack that has grown needs no more of it."""
-    codes = {
-        how: subprocess.run([sys.executable, "-c", DEEP, how], check=False).returncode
-        for how in ("grown", "as it was")
-    }
-    assert codes == {"grown": 0, "as it was": -signal.SIGSEGV}
-    small = "ulimit -s 512; exec " + shlex.join([sys.executable, "-c", GROWN])
-    assert subprocess.run(["bash", "-c", small], check=False).returncode == 0
+    assert exit_code(recurse_where_memory_is_full, "grown") == 0
+    assert exit_code(recurse_where_memory_is_full, "as it was") == -signal.SIGSEGV
+    assert exit_code(grow_a_small_stack) == 0

@@ -71,9 +71,9 @@ def a_run(root: Path, name: str = "run", **changes: Any) -> RunConfig:
         batch=2,
         accumulate=2,
         loss=LossConfig("dpo"),  # type: ignore[arg-type]
-        schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=1),
+        schedule=ScheduleConfig(strategy="grouped", chunk=32, groups=1),
         optimizer=OptimizerConfig(lr=1e-2, warmup=1),
-        evaluation=EvaluationConfig(every=1, on_start=True, sequences=3),
+        evaluation=EvaluationConfig(every=1, on_start=True, sequences=2),
         checkpoints=CheckpointConfig(every=1, keep=9),
     )
     return replace(run, **changes)
@@ -235,7 +235,7 @@ def test_weights_in_main_memory_have_the_same_loss(tmp_path: Path) -> None:
     here = replace(there, folder=str(tmp_path / "here"))
     streamed = ScheduleConfig(
         strategy="grouped",
-        chunk=24,
+        chunk=32,
         groups=1,
         weights="host",  # type: ignore[arg-type]
     )
@@ -396,7 +396,7 @@ def test_a_planner_is_asked_for_a_cut_step(tmp_path: Path) -> None:
     written = a_run(tmp_path, "written", loss=of("dpo", reference="frozen"))
     auto = ScheduleConfig(strategy="auto")
     run = replace(written, folder=str(tmp_path / "run"), schedule=auto)
-    schedule = Schedule(chunk=24, groups=1)
+    schedule = Schedule(chunk=32, groups=1)
     train(run, components=planned_components([schedule], asked=asked), reporter=Quiet())
     train(written, reporter=Quiet())
     assert {question.loss for question in asked} == {run.objective.planned()}

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,9 @@ def test_what_a_run_expects_is_what_it_takes(tmp_path: Path) -> None:
         model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16),
         optimizer=replace(tiny_run(tmp_path).optimizer, states=HOST),
     )
-    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
+    parts = replaced(
+        planned_components(()), best_plan=partial(best_plan, seconds=0.1), evaluate=evaluate
+    )
     quiet = Quiet()
     found = train(run, components=parts, reporter=quiet).comparison
     assert found is not None

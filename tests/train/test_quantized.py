@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_from_main_memory_they_are_the_resident_run(
     """With batches that add up, clipping, evaluations and checkpoints; stopped, gone on with from
     main memory and from the device, and merged."""
     optimizer = OptimizerConfig(lr=1e-2, warmup=2, clip=0.05)
-    often = EvaluationConfig(every=2, sequences=1)
+    often = EvaluationConfig(every=3, sequences=1)
     resident = qlora(tmp_path, "resident", steps=6, optimizer=optimizer, evaluation=often)
     resident = replace(resident, model=replace(resident.model, dtype=DType.BFLOAT16))
     on_host = replace(resident.schedule, weights=Tier.HOST)
@@ -181,7 +182,9 @@ def test_auto_plans_for_them_in_main_memory(tmp_path: Path) -> None:
     bytes."""
     auto = ScheduleConfig(strategy="auto", weights=Tier.HOST)
     run = qlora(tmp_path, "run", schedule=auto, steps=3)
-    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
+    parts = replaced(
+        planned_components(()), best_plan=partial(best_plan, seconds=0.1), evaluate=evaluate
+    )
     found = train(run, components=parts, reporter=Quiet()).comparison
     assert found is not None
     assert abs(found.predicted_bytes / found.measured_bytes - 1) < 0.02

@@ -166,9 +166,9 @@ def test_long_pairs_are_trained(examples: Path, monkeypatch: pytest.MonkeyPatch)
     folder = examples / "dpo"
     monkeypatch.chdir(folder)
     runpy.run_path("make_pairs.py")["main"](folder, 20, 2000)
-    said = farspan("train", "long.yaml", *flags(folder, context="8K"))
-    # A pair is its prompt twice: 73,506 tokens of the 18 that are not held out.
-    assert "9 sequences of 8,192" in said
+    said = farspan("train", "long.yaml", *flags(folder, context="4K"))
+    # A pair is its prompt twice, at most 4,087 tokens: 18 that are not held out.
+    assert "18 sequences of 4,096" in said
     assert "accuracy 100%" in said
 
 

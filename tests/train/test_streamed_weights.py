@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
     DType,
+    EvaluationConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -53,7 +55,7 @@ from tests.zoo import make_model
 
 pytestmark = pytest.mark.slow
 
-RESIDENT = ScheduleConfig(strategy="grouped", chunk=16)
+RESIDENT = ScheduleConfig(strategy="grouped", chunk=24)
 STREAMED = replace(RESIDENT, weights=Tier.HOST)
 BF16 = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
 
@@ -61,6 +63,7 @@ BF16 = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
 def run_of(root: Path, schedule: ScheduleConfig = STREAMED, **changes: Any) -> RunConfig:
     """In a folder of its own, by whether its weights are streamed."""
     name = "streamed" if schedule.weights else "resident"
+    changes |= {"evaluation": EvaluationConfig(every=2, sequences=1)}
     return tiny_run(root, folder=str(root / name), schedule=schedule, **changes)
 
 
@@ -287,7 +290,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
 def test_auto_plans_within_it_and_takes_what_it_said(tmp_path: Path) -> None:
     """Planned, forecast and measured; stopped, and gone on with by the same plan."""
     run = run_of(tmp_path, ScheduleConfig(strategy="auto", weights=Tier.HOST), model=BF16)
-    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
+    parts = replaced(
+        planned_components(()), best_plan=partial(best_plan, seconds=0.1), evaluate=evaluate
+    )
     found = train(run, components=parts, reporter=Quiet()).comparison
     assert found is not None
     assert abs(found.predicted_bytes / found.measured_bytes - 1) < 0.02
@@ -303,7 +308,9 @@ def test_auto_plans_within_it_and_takes_what_it_said(tmp_path: Path) -> None:
 def test_a_planned_run_keeps_its_plan_where_its_weights_move(tmp_path: Path) -> None:
     """Resumed with another place for them: the rest of the plan, so the same bits."""
     resident = run_of(tmp_path, ScheduleConfig(strategy="auto"), model=BF16)
-    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
+    parts = replaced(
+        planned_components(()), best_plan=partial(best_plan, seconds=0.1), evaluate=evaluate
+    )
     train(resident, components=parts, reporter=Quiet())
     stopped = replace(resident, folder=str(tmp_path / "stopped"))
     with pytest.raises(Stopped):
@@ -323,7 +330,7 @@ class Short(Step):
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         loss = super().__call__(*args, **named)
         self.calls += self.progress is not None
-        if self.calls == 3 and self.schedule.chunk == 16:
+        if self.calls == 3 and self.schedule.chunk == 24:
             raise MemoryError
         return loss
 

@@ -22,6 +22,7 @@ from farspan.program.layout import Parallel
 from farspan.spec import Kernels, MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -57,7 +58,7 @@ def run_of(root: Path, **changes: Any) -> RunConfig:
     # As a CPU runs the model, whatever stands beside it.
     plain = Kernels(fused=False, accumulate=False)
     own = {"model": model, "schedule": AUTO, "margin": 0, "device": "cpu", "kernels": plain}
-    own |= {"steps": 3}  # one after a checkpoint
+    own |= {"steps": 3, "accumulate": 1, "evaluation": EvaluationConfig(every=2, sequences=1)}
     return tiny_run(root, **(own | changes))
 
 
