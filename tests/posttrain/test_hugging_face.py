@@ -85,7 +85,7 @@ def make(tmp_path: Path) -> Make:
         own = {"schedule": SCHEDULE} if issubclass(kind, farspan.LongContext) else {}
         chosen = ("compute_metrics", "schedule", "selector")
         given = {key: changes.pop(key) for key in chosen if key in changes}
-        model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
+        model = changes.pop("model", None) or load_tiny(config=MODEL, dtype=torch.float64, seed=0)
         return kind(
             model=model,
             args=TrainingArguments(**values | changes),

@@ -1,0 +1,68 @@
+"""Losses of routers in trainers: those of transformers' Trainer and of TRL's."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
+
+import farspan
+from farspan.hf.attention_interface import eager_experts
+from tests.numerics import assert_exact
+from tests.posttrain.test_hugging_face import Make, logs, make
+from tests.posttrain.test_trl import assert_same_logs, experts
+from tests.posttrain.test_trl_losses import make as make_trl
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning",
+    "ignore:.*label_smoothing:FutureWarning",
+    "ignore:.*precompute_ref:UserWarning",
+)
+__all__ = ["make", "make_trl"]  # fixtures
+
+
+def with_loss() -> Any:
+    model = experts()
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.3
+    return model
+
+
+def in_double(trainer: Any) -> ExitStack:
+    """Experts that run one by one, as torch's grouped product has no float64."""
+    stack = ExitStack()
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            stack.enter_context(eager_experts(model))
+    return stack
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_trainer_adds_the_loss_of_its_model(make: Make, accepts: bool) -> None:
+    """By batch or over the batches of an update, without padding, also in evaluation."""
+    both = [make(kind, model=with_loss()) for kind in (Trainer, farspan.Trainer)]
+    for trainer in both:
+        trainer.model_accepts_loss_kwargs = accepts
+        with in_double(trainer):
+            trainer.train()
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert_exact(logs(both[1], key), logs(both[0], key), limit=1e-6)
+    with in_double(both[1]):
+        step = both[1]._farspan()
+        ids = torch.arange(1, 9)[None]
+        step.evaluate(ids, ids)
+        assert float(step.aux_loss) > 1
+
+
+@pytest.mark.parametrize("kind", [DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer])
+def test_trainers_of_trl_get_the_loss(make_trl: Any, kind: Any) -> None:
+    runs = [
+        make_trl(kind, is_long=is_long, model=experts(), router_aux_loss_coef=0.3)
+        for is_long in (True, False)
+    ]
+    for trainer in runs:
+        with in_double(trainer):
+            trainer.train()
+    assert "aux_loss" in runs[0].state.log_history[0]
+    assert_same_logs(*runs)
