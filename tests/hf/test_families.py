@@ -49,10 +49,10 @@ def test_a_family(name: str, kind: str) -> None:
     assert {layer.softcap for layer in layers} == {family.softcap}
     assert {layer.sinks for layer in layers} == {family.sinks}
     assert {layer.kv_heads for layer in layers} == {family.kv_heads}
-    data, expected = drawn(name, 53, 0)
+    data, expected = drawn(name, 37, 0)
     takes_part(name, expected)
     is_the_family_s_own_loss(model, data)
-    for own, found in ((data, expected), drawn(name, 29, 1)):
+    for own, found in ((data, expected), drawn(name, 19, 1)):
         assert all(bool(g.isfinite().all()) for g in found.gradients.values())
         assert_close(run_step(model, step, own), found)
 
