@@ -226,9 +226,9 @@ def test_a_longer_sequence_compiles_nothing_new(driver: Any) -> None:
     """Lengths, counts of pages and the choice change from chunk to chunk."""
     driver.set_active(Compiler((9, 0)))
     device = 90
-    compiled(BF16, (9, 0))
+    compiled(QWEN_7B, (9, 0))
     kernels = [load("farspan.sparse.kernels", name) for name in KERNELS]
     before = [len(kernel.device_caches[device][0]) for kernel in kernels]
     for tokens, queries, chosen in ((1025, 255, 1), (129, 1, 2), (1040, 16, 5)):
-        compiled(replace(BF16, tokens=tokens, queries=queries, chosen=chosen), (9, 0))
+        compiled(replace(QWEN_7B, tokens=tokens, queries=queries, chosen=chosen), (9, 0))
     assert [len(kernel.device_caches[device][0]) for kernel in kernels] == before
