@@ -233,8 +233,8 @@ def test_a_probability_that_is_set_before_the_backward() -> None:
 def wrong_on_ranks(layout: Layout, schedule: Schedule) -> list[str]:
     """On a rank, in two calls: what is not plain autograd's."""
     ranks, wrong = ParallelContext(layout, CPU), []
-    model = adapted(num_key_value_heads=4)
-    data = draw(TOKENS, batch=2 * layout.data, documents=3)
+    model = adapted(targets=["q_proj", "down_proj"], num_key_value_heads=4)
+    data = draw(29, batch=2 * layout.data, documents=3)
     mine = ranks.rank.along["data"]
     rows = slice(2 * mine, 2 * mine + 2)
     assert data.document_ids is not None

@@ -185,7 +185,9 @@ class TestRun:
         ours, theirs = (load_file(Path(run.folder) / name) for run in (first, second))
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
 
-    @pytest.mark.parametrize("strategy", part_of(["plain", "fpdt", "oomb", "memo"], "plain", "memo"))
+    @pytest.mark.parametrize(
+        "strategy", part_of(["plain", "fpdt", "oomb", "memo"], "plain", "memo")
+    )
     def test_strategies_have_their_chunks_rounded_up(self, tmp_path: Path, strategy: str) -> None:
         run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy=strategy), steps=3, context=45)
         train(run, reporter=Quiet())
