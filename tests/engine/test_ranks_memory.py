@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.zoo import VOCAB, make_model
 
 CPU = torch.device("cpu")
-TOKENS = 2048  # and chunks of a quarter: messages and a layer of weights are little then
+TOKENS = 4096  # and chunks of a quarter: messages and a layer of weights are little then
 LATE = 1.05
 FIELDS = {
     "num_key_value_heads": 4,

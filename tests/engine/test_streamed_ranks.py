@@ -22,8 +22,8 @@ from farspan.program.program import Close, Gather, Reduce
 from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
 from tests.engine.checks import Data, draw
 from tests.engine.test_ranks import FEW as OF_RANKS
-from tests.engine.test_ranks import Case as OfRanks
 from tests.engine.test_ranks import SCHEDULES, outcomes_of, rows_of, words
+from tests.engine.test_ranks import Case as OfRanks
 from tests.engine.test_streamed_weights import counted
 from tests.grids import crossed, exhaustive
 from tests.oracles.check import check_program
