@@ -113,7 +113,7 @@ class _Key:
         self._add_text(number, *about)
         if not known and not tensor.is_meta:
             numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            self.digest.update(numbers.numpy())
+            self.digest.update(numbers.numpy().tobytes())
 
     def _add_text(self, *value: Any) -> None:
         self.digest.update(repr(value).encode())
