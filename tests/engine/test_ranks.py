@@ -287,6 +287,7 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "cases", "dealing"),
     [

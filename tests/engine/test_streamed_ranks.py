@@ -118,6 +118,7 @@ DEALT, MORE_DEALT = ([replace(case, dealt=True) for case in cases] for cases in 
 WHOLE: dict[str, Any] = {"fsdp": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
