@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -45,9 +46,14 @@ def compiling(kernel: Any, cache: Path) -> Iterator[Any]:
 
 def assembled(kernel: Any, capability: tuple[int, int], folder: Path) -> str:
     """What ptxas says of a compiled kernel."""
+    return _assembled(kernel.asm["ptx"], capability, folder)
+
+
+@cache
+def _assembled(ptx: str, capability: tuple[int, int], folder: Path) -> str:
     source = folder / "kernel.ptx"
-    source.write_text(kernel.asm["ptx"], "utf-8")
-    target = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
+    source.write_text(ptx, "utf-8")
+    target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     tool = load("triton.backends.nvidia.compiler", "get_ptxas")
     arch = 10 * capability[0] + capability[1]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.described import remembered
+
 SECONDS = 1200.0  # after which ranks that hang are stopped: a busy machine takes long for anything
 PRELOADED = [
     "torch.distributed.checkpoint",
@@ -119,7 +121,9 @@ def _work(
             timeout=timedelta(seconds=600),
         )
         # By value: what torch would share is gone when this process ends.
-        end.send_bytes(pickle.dumps((False, function(*arguments))))
+        with remembered():
+            found = function(*arguments)
+        end.send_bytes(pickle.dumps((False, found)))
     except Exception:
         end.send_bytes(pickle.dumps((True, traceback.format_exc())))
     finally:

@@ -33,6 +33,7 @@ from farspan.spec import UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig
 from tests.distributed.launched import launch
 from tests.distributed.strangers import WAYS, speak
+from tests.grids import examples
 from tests.ranks import run_ranks
 
 
@@ -60,7 +61,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(VALUES)
 def test_every_kind_comes_back_as_it_was(value: Any) -> None:
     found = _again(value)
@@ -266,7 +267,7 @@ def _listening() -> str:
     return "none" if not own else "127.0.0.1 or ::1" if own <= {"127.0.0.1", "::1"} else str(own)
 
 
-SECONDS, SEED = 2.0, 0
+SECONDS, SEED = 1.0, 0
 
 
 @pytest.mark.parametrize("way", WAYS)

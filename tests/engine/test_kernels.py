@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash, Tiled
@@ -37,7 +39,7 @@ from farspan.spec import (
 )
 from tests.attention.vendor import BACKWARD_CUDNN, cuda_ops_on_cpu
 from tests.engine.checks import Data, assert_close, draw, errors, run_oracle, run_step
-from tests.grids import crossed, part_of
+from tests.grids import crossed, exhaustive, part_of
 from tests.zoo import make_model, shared_model
 
 HEADS, WIDTH = 32, 128
@@ -397,12 +399,21 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "changes", part_of([{}, {"mlp_chunk_size": 5}, {"activation_save_fraction": 1.0}], {}), ids=str
+    ("changes", "backend"),
+    [
+        ({}, "aot_eager"),  # graphs are traced, differentiated and called, but not made into C++
+        exhaustive({}, "inductor"),
+        exhaustive({"mlp_chunk_size": 5}, "inductor"),
+        exhaustive({"activation_save_fraction": 1.0}, "inductor"),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
-def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_compiled_modules_are_no_less_accurate(
+    changes: dict[str, Any], backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32, against float64: no parameter's gradient is off by more than twice what plain
     PyTorch's own is, or by one rounding of the whole; and the model is saved as ever."""
     sizes = {"num_hidden_layers": 1}
@@ -412,6 +423,8 @@ def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path
     names = list(model.state_dict())
     data = draw(37, batch=2)
     exact, plain = run_oracle(exact_model, data), run_oracle(model, data)
+    compiles = partialmethod(nn.Module.compile, backend=backend)
+    monkeypatch.setattr(nn.Module, "compile", compiles)
     step = Step(model, Schedule(chunk=16, **changes), kernels=Kernels(compile=True))
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     assert len(compiled) == 3

@@ -196,9 +196,9 @@ ON_TWO = [
 ONCE = ("plain", "recompute", "offload", "swap", "layers")
 SOME = [case for case in CASES if case.name not in ONCE]
 FEW = [
-    Case("groups", SCHEDULES["groups"], two(29, batch=2, documents=5), fields=HEADS),
-    Case("kept", SCHEDULES["kept"], two(29, batch=2), fields=HEADS),
-    Case("host", SCHEDULES["host"], two(29, batch=2), fields=HEADS),
+    Case("groups", SCHEDULES["groups"], two(19, batch=2, documents=5), fields=HEADS),
+    Case("kept", SCHEDULES["kept"], two(19, batch=2), fields=HEADS),
+    Case("host", SCHEDULES["host"], two(22, batch=2), fields=HEADS),
 ]
 
 
@@ -264,7 +264,8 @@ def words(value: object) -> str:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        (Layout(ulysses=2), [FEW[0], FEW[2], of_family("gpt_oss"), *ROUTERS]),
+        (Layout(ulysses=2), [FEW[0], of_family("gpt_oss"), *ROUTERS]),
+        exhaustive(Layout(ulysses=2), FEW[2:]),
         exhaustive(Layout(ulysses=2), ON_TWO),
         exhaustive(Layout(ulysses=4), FEW),
         exhaustive(Layout(ulysses=2, data=2), FEW),
@@ -275,7 +276,8 @@ def words(value: object) -> str:
         exhaustive(Layout(pipeline=2), STATES[1:]),
         (Layout(data=2), [*STATES[:1], LONG_ROPE]),
         exhaustive(Layout(pipeline=2, ulysses=2), [*FEW[1:], *ROUTERS]),
-        (Layout(shards=2), [FEW[0], FEW[2], SPREAD[1], ROUTERS[1]]),
+        (Layout(shards=2), [FEW[2], SPREAD[1]]),
+        exhaustive(Layout(shards=2), [*FEW[:1], *ROUTERS]),
         exhaustive(Layout(shards=2), [*SOME, *SPREAD]),
         exhaustive(Layout(shards=4), FEW[:2]),
         (Layout(ulysses=2, shards=2), [THIN]),
@@ -292,6 +294,7 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "cases", "dealing"),
     [
@@ -305,7 +308,8 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
         exhaustive(Layout(data=2), STATES, {"stage": Stage.ZERO_2, "offload": True}),
         exhaustive(Layout(pipeline=2, data=2), STATES[:2], {}),
         exhaustive(Layout(pipeline=4), FEW[:2], {}),
-        (Layout(tensor=2), [*FEW_FLAT[:2], TENSOR[0]], {}),
+        (Layout(tensor=2), [FEW_FLAT[1], TENSOR[0]], {}),
+        exhaustive(Layout(tensor=2), FEW_FLAT[:1], {}),
         exhaustive(Layout(tensor=2), [*FLAT, *TENSOR], {}),
         exhaustive(Layout(tensor=2, ulysses=2), FEW_FLAT, {}),
         exhaustive(Layout(tensor=2, data=2, fsdp=False), FEW_FLAT[:2], {}),
@@ -335,7 +339,7 @@ def outcomes_with_sums(layout: Layout, cases: list[Case], dealing: Dealing | Non
     ids=words,
 )
 def test_products_that_add_to_sums_are_exact(layout: Layout, dealing: Dealing | None) -> None:
-    wrong = run_ranks(layout.devices(), outcomes_with_sums, layout, FEW[:2], dealing)
+    wrong = run_ranks(layout.devices(), outcomes_with_sums, layout, FEW[1:2], dealing)
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
 
 
@@ -347,7 +351,7 @@ def sparse_as_alone() -> None:
         Step(one, schedule),
         Step(several, schedule, ranks=ParallelContext(Layout(ulysses=2), CPU)),
     )
-    for data in two(45, batch=2, documents=3):
+    for data in two(29, batch=2, documents=3):
         expected = run_step(one, steps[0], data)
         assert_close(run_step(several, steps[1], data), expected)
 

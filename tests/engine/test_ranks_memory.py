@@ -21,6 +21,8 @@ from tests.grids import exhaustive, part_of
 from tests.ranks import run_ranks
 from tests.zoo import VOCAB, make_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TOKENS = 4096  # and chunks of a quarter: messages and a layer of weights are little then
 LATE = 1.05

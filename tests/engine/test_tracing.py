@@ -32,6 +32,7 @@ from farspan.engine.trace import (
 from farspan.engine.trace_steps import Checkpointing, Recording, adamw, run_training, trace_training
 from farspan.spec import UnsupportedError
 from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace, from_events
+from tests.grids import exhaustive
 
 # torch 2.11 says it of every profile.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
@@ -149,11 +150,11 @@ def traced_sizes(trace: Trace) -> list[int]:
 @pytest.mark.parametrize(
     ("config", "kept", "rank", "contexts"),
     [
-        (LLAMA, Checkpointing.PLAIN, 0, (128,)),
+        exhaustive(LLAMA, Checkpointing.PLAIN, 0, (128,)),
         (LLAMA, Checkpointing.PLAIN, 4, (128, 96)),
-        (LLAMA, Checkpointing.RECOMPUTE, 0, (128, 96)),
+        exhaustive(LLAMA, Checkpointing.RECOMPUTE, 0, (128, 96)),
         (QWEN, Checkpointing.RECOMPUTE, 4, (128,)),
-        (QWEN, Checkpointing.PLAIN, 0, (96,)),
+        exhaustive(QWEN, Checkpointing.PLAIN, 0, (96,)),
         (GPT2, Checkpointing.RECOMPUTE, 0, (128, 96)),
         (NEOX, Checkpointing.PLAIN, 0, (128,)),
     ],

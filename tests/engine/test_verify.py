@@ -104,7 +104,7 @@ def test_weights_in_main_memory(dtype: torch.dtype) -> None:
 
 
 def test_json() -> None:
-    found = verify(shared_model("qwen2"), SCHEDULE, RUN, worst=3)
+    found = verify(shared_model("qwen2"), SCHEDULE, VerificationRun(tokens=20), worst=3)
     data = json.loads(json.dumps(found.to_json()))
     fields = {"passed", "loss_error", "max_relative_error", "worst", "checked_parameters"}
     assert fields <= data.keys()

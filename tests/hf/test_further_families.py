@@ -20,7 +20,7 @@ SOME = list(FURTHER)[::7]
 def test_two_steps_are_exact(name: str) -> None:
     model = make_model(name)
     step = Step(model, KEPT, poison=True)
-    for tokens, seed in ((53, 0), (38, 1)):
+    for tokens, seed in ((37, 0), (19, 1)):
         data = draw(tokens, batch=2, documents=3 * seed, seed=seed)
         assert_close(run_step(model, step, data), run_oracle(model, data))
 

@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
@@ -70,8 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@cache
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    return load_model(path=str(folder), dtype=dtype, nf4=True)
+
+
 def packed(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 4) -> Any:
-    model = load_model(path=str(folder), dtype=dtype, nf4=True)
+    model = copy.deepcopy(loaded(folder, dtype))
     if rank:
         add_adapters(model, rank=rank, alpha=8.0, zero=False)
     return model
@@ -373,7 +379,7 @@ def test_without_bitsandbytes_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     with pytest.raises(UnsupportedError, match=r'pip install "farspan\[quantize\]"'):
-        packed(folder)
+        load_model(path=str(folder), dtype=torch.float32, nf4=True)
 
 
 @pytest.mark.gpu

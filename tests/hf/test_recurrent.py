@@ -53,8 +53,8 @@ PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)
 def test_two_steps_are_exact(name: str, kind: str) -> None:
     """The last chunk of the first has one token; the second is cut into documents."""
     schedule = SCHEDULES[kind]
-    tokens = 5 * schedule.chunk + 1
-    data = [draw(tokens, batch=2), draw(38, batch=2, documents=3, seed=1)]
+    tokens = 3 * schedule.chunk + 1
+    data = [draw(tokens, batch=2), draw(25, batch=2, documents=3, seed=1)]
     assert_exact(name, schedule, data)
 
 

@@ -28,6 +28,7 @@ from farspan.hf.swap import forwards, put_in, replacements, shell_of
 from farspan.posttrain.ranks import trained_as
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import assert_same_bits, draw, run_step
+from tests.grids import exhaustive
 from tests.zoo import make_model
 
 SOURCE = Path(farspan.__file__).parent
@@ -105,7 +106,7 @@ SCHEDULES = {
 }
 WAYS = [
     *(("plain", name) for name in SCHEDULES),
-    *(("adapters that drop", name) for name in ("tiles", "streamed")),
+    *(("adapters that drop", name) for name in ("streamed", "tiles")),
     ("hooks and dtypes of gradients", "streamed"),
     ("long rope", "plain"),
     ("recurrent", "streamed"),
@@ -145,15 +146,20 @@ class Interrupt:
 
 # An interrupt may hit a generator as it is closed, where nobody can catch it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("model", "schedule"), WAYS, ids=map(" ".join, WAYS))
-def test_after_a_step_an_error_and_an_interrupt(model: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "interrupts"),
+    [(2, 2), (4, 2), (5, 2), (6, 2), (7, 2), *(exhaustive(way, 6) for way in range(8))],
+)
+def test_after_a_step_an_error_and_an_interrupt(way: int, interrupts: int) -> None:
+    """Interrupted in each way elsewhere."""
+    model, schedule = WAYS[way]
     user = MODELS[model]()
     step = Step(user, SCHEDULES[schedule], seed=3, neftune_alpha=5.0 if "drop" in model else None)
     first = run_step(user, step, DATA)
     for call in CALLS.values():
         with untouched(user), Interrupt() as counted:
             call(step)
-        for number in range(1, counted.calls, 1 + counted.calls // 5):
+        for number in places(counted.calls, interrupts, way / len(WAYS)):
             with untouched(user), Interrupt(number), suppress(KeyboardInterrupt):
                 call(step)
         step.progress = stop
@@ -164,6 +170,11 @@ def test_after_a_step_an_error_and_an_interrupt(model: str, schedule: str) -> No
         assert_same_bits(run_step(user, step, DATA), first)
 
 
+def places(calls: int, count: int, shift: float) -> list[int]:
+    """Numbers of calls, at equal distances, the first of them by a share of a distance late."""
+    return [1 + int(calls * (place + shift) / count) for place in range(count)]
+
+
 def stop(done: Progress) -> None:
     if done.cells_done == done.cells - 2:
         raise RuntimeError("stop")
@@ -171,15 +182,15 @@ def stop(done: Progress) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("model", "schedule"),
-    [("plain", "tiles"), ("adapters that drop", "plain"), ("recurrent", "plain")],
+    ("model", "schedule", "shift"),
+    [("plain", "tiles", 0.0), ("adapters that drop", "plain", 0.3), ("recurrent", "plain", 0.6)],
 )
-def test_while_a_step_is_prepared(model: str, schedule: str) -> None:
+def test_while_a_step_is_prepared(model: str, schedule: str, shift: float) -> None:
     """Probes, descriptions, fused layers and tiles look at the model in pieces."""
     user = MODELS[model]()
     with untouched(user), Interrupt() as counted:
         Step(user, SCHEDULES[schedule])
-    for number in range(1, counted.calls, 1 + counted.calls // 5):
+    for number in places(counted.calls, 3, shift):
         with untouched(user), Interrupt(number), suppress(KeyboardInterrupt):
             Step(user, SCHEDULES[schedule])
 

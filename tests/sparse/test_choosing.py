@@ -16,6 +16,7 @@ from farspan.sparse.gathered import select_far
 from farspan.sparse.index import Index, LayerIndex, learn, lesson
 from farspan.sparse.pages import TopK
 from farspan.spec import SUPERMEAN, Sparse
+from tests.grids import crossed
 from tests.sparse.memory_pages import MemoryPages
 
 # batch, query heads, K, V heads, head dim, chunk, first token, page, chosen pages
@@ -31,11 +32,6 @@ RANKED = [  # superpages, as in the last of those
 ]
 NEARLY = 2.0  # a bound is at most so much above what is measured
 Shape = tuple[int, int, int, int, int, int, int, int]
-
-
-@pytest.fixture(params=SHAPES, ids=str)
-def shape(request: pytest.FixtureRequest) -> Shape:
-    return request.param
 
 
 def case(
@@ -63,8 +59,11 @@ def case(
     return call, far, pages, (q, torch.zeros(batch, kv_heads, tokens, dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES + RANKED[1:], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    crossed(SHAPES + RANKED[1:], [torch.float32, torch.bfloat16, torch.float64]),
+    ids=str,
+)
 def test_choosing(shape: Shape, dtype: torch.dtype) -> None:
     call, far, pages, (q, _) = case(shape, dtype)
     with PeakMemory(torch.device("cpu")) as meter:
@@ -72,7 +71,9 @@ def test_choosing(shape: Shape, dtype: torch.dtype) -> None:
     assert meter.peak <= choice_bytes(far) <= NEARLY * meter.peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), crossed(SHAPES, [torch.float32, torch.bfloat16]), ids=str
+)
 def test_choosing_by_an_index(shape: Shape, dtype: torch.dtype) -> None:
     """Its queries are made for the choice; its keys were there."""
     (batch, heads, kv_heads, dim, _, start, page, chosen), dims = shape, 16
@@ -95,7 +96,9 @@ def test_choosing_by_an_index(shape: Shape, dtype: torch.dtype) -> None:
     assert meter.peak <= lesson_bytes(far) <= NEARLY * meter.peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), crossed(SHAPES, [torch.float32, torch.bfloat16, torch.float64]), ids=str
+)
 def test_watching(shape: Shape, dtype: torch.dtype) -> None:
     call, far, pages, (q, k) = case(shape, dtype)
     start = call.near.q_start

@@ -95,14 +95,14 @@ def test_any_schedule_is_exact_for_its_choice(schedule: Schedule, data: Data) ->
 def test_second_steps_and_evaluations(name: str) -> None:
     model, schedule = shared_model("qwen2"), SCHEDULES[name]
     step = Step(model, schedule, poison=True)
-    for seed, tokens in enumerate((101, 101, 40)):
+    for seed, tokens in enumerate((101, 40)):
         data = draw(tokens, batch=2, documents=3, seed=seed)
         expected = run_sparse_oracle(model, schedule, data)
         assert_close(run_step(model, step, data), expected)
         assert relative_error(step.evaluate(*data), expected.loss) <= EXACT
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", part_of(SCHEDULES, "kept", "graphs"))
 def test_losses_of_log_probabilities(name: str) -> None:
     """What is not linear in them, twice; pages are chosen once a forward."""
     model, schedule = shared_model("qwen2"), SCHEDULES[name]
@@ -127,14 +127,14 @@ def test_something_is_hidden() -> None:
         assert relative_error(found.loss, dense.loss) > 1e-6
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", part_of(STRATEGIES, "memo", "fpdt", "grouped"))
 def test_strategies_by_name(name: str) -> None:
     model = shared_model("qwen2")
     schedule = replace(strategy(name, LAYERS, 101), chunk=16, sparse=SPARSE)
     assert_close(run_step(model, schedule, DATA), run_sparse_oracle(model, schedule, DATA))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", part_of(SCHEDULES, "host", "graphs"))
 def test_a_budget_for_everything_is_dense(name: str) -> None:
     model = shared_model("qwen2")
     schedule = replace(SCHEDULES[name], sparse=replace(SPARSE, budget=104))
@@ -178,7 +178,7 @@ class TestSelectors:
         step = Step(model, schedule, selector=ends, poison=True)
         assert_close(run_step(model, step, DATA), run_sparse_oracle(model, schedule, DATA, select))
 
-    @pytest.mark.parametrize("name", SCHEDULES)
+    @pytest.mark.parametrize("name", part_of(SCHEDULES, "kept", "given", "graphs"))
     def test_is_asked_once_a_cell(self, name: str) -> None:
         """Rebuild and backward get the same choice: one that changes its mind is not heard."""
         asked: list[range] = []
@@ -252,7 +252,7 @@ class TestSeen:
         assert all(0 < s.mass.minimum <= s.mass.mean < 1 for s in seen)
         assert seen[0] == seen[2]
 
-    @pytest.mark.parametrize("name", SCHEDULES)
+    @pytest.mark.parametrize("name", part_of(SCHEDULES, "device", "kept"))
     def test_changes_no_bit(self, name: str) -> None:
         """Steps that watch different cells."""
         model, schedule = shared_model("qwen2"), SCHEDULES[name]

@@ -36,6 +36,7 @@ from farspan.train.config import SparseConfig
 from farspan.train.sparse import selector_for
 from tests.engine.checks import assert_close, assert_same_bits, draw, run_step
 from tests.engine.test_ranks import check
+from tests.grids import part_of
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.sparse.test_engine import SCHEDULES, SPARSE, run_sparse_oracle
@@ -68,13 +69,13 @@ def reads_votes(index: Index, sparse: Sparse) -> Index:
     return replace(index, select=TopK(sparse.budget // sparse.page))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", part_of(SCHEDULES, "host", "kept", "graphs"))
 def test_a_step_is_exact_for_its_choice(name: str) -> None:
     """Twice, of documents, of groups of heads that share keys; rebuilds have the same choice."""
     model, index = shared_model("qwen2"), index_of_family("qwen2")
     schedule = replace(SCHEDULES[name], sparse=INDEXED)
     step = Step(model, schedule, selector=index, poison=True)
-    for seed, tokens in enumerate((101, 61)):
+    for seed, tokens in enumerate((77, 45)):
         data = draw(tokens, batch=2, documents=3, seed=seed)
         expected = run_sparse_oracle(model, schedule, data, reads_votes(index, INDEXED))
         assert_close(run_step(model, step, data), expected)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import farspan
 from farspan.engine.step import Step
-from farspan.engine.verify import VerificationRun, verify
+from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.hf.stages import CausalLMStages
 from farspan.sparse.engine import BufferPages, Means
 from farspan.sparse.pages import Candidates, Fraction, RandomPages, TopK, take_most
@@ -28,6 +29,11 @@ pytestmark = pytest.mark.slow
 SPARSE = Sparse(page=4, budget=8, recent=4, sinks=4)
 SCHEDULE = Schedule(chunk=16, groups=2, attention_save_fraction=0.4, kv_block=24, sparse=SPARSE)
 RUN = VerificationRun(batch=2, tokens=61, documents=2)
+
+
+@cache
+def verified() -> Verification:
+    return verify(shared_model("qwen2"), SCHEDULE, RUN)
 
 
 def drawn(run: VerificationRun) -> Data:
@@ -109,7 +115,7 @@ def test_a_selector_of_dense_attention_is_refused() -> None:
 
 def test_what_is_told_is_the_distance_from_dense_attention() -> None:
     model, data = shared_model("qwen2"), drawn(RUN)
-    found = verify(model, SCHEDULE, RUN).sparse
+    found = verified().sparse
     assert found is not None
     sparse, dense = run_sparse_oracle(model, SCHEDULE, data), run_oracle(model, data)
     expected = relative_error(sparse.loss, dense.loss)
@@ -136,7 +142,7 @@ def test_what_is_told_is_the_distance_from_dense_attention() -> None:
 
 def test_a_larger_budget_is_nearer_and_one_for_everything_is_dense() -> None:
     errors = []
-    for budget in (0, 16, 64):
+    for budget in (8, 64):
         schedule = replace(SCHEDULE, sparse=replace(SPARSE, budget=budget))
         found = verify(shared_model("qwen2"), schedule, VerificationRun(tokens=61))
         assert found.passed, found
@@ -163,8 +169,7 @@ def test_dense_schedules_tell_nothing() -> None:
 
 
 def test_json() -> None:
-    found = verify(shared_model("qwen2"), SCHEDULE, RUN)
-    data = json.loads(json.dumps(found.to_json()))["sparse"]
+    data = json.loads(json.dumps(verified().to_json()))["sparse"]
     assert data["pages"] == asdict(SPARSE)
     assert {"loss_error", "gradient_error", "hides", "selector"} <= data.keys()
     assert len(data["dense_error"]["3"]) == 7
@@ -240,10 +245,6 @@ def stale_means(patch: pytest.MonkeyPatch) -> None:
 
 
 FEW = VerificationRun(tokens=45, documents=2)
-
-
-def test_what_is_sound_passes_on_few_tokens() -> None:
-    assert verify(shared_model("qwen2"), SCHEDULE, FEW).passed
 
 
 @pytest.mark.parametrize("broken", [lose_what_comes_back, choose_again, least_votes, stale_means])
