@@ -419,7 +419,7 @@ def test_an_answer_with_all_that_is_asked_for_fits_a_screen(file: Path) -> None:
     """Longest contexts, the lines to paste next and a page."""
     model = ["plan", "--model", "Qwen2.5-0.5B", "--machine", "rtx4090", "--strategy", "fpdt"]
     loss = ["--loss", "distill", "--write", str(file), "--html", str(file.with_name("plan.html"))]
-    for options in (["--max-context"], ["--context", "8K"], ["--context", "8K", "--max-context"]):
+    for options in (["--max-context"], ["--context", "8K", "--max-context"]):
         file.unlink(missing_ok=True)
         outcome = CliRunner().invoke(cli.app, [*model, *options, *loss])
         assert outcome.exit_code == 0, outcome.exception

@@ -20,6 +20,7 @@ from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import RunSpec, UnsupportedError
+from tests.grids import part_of
 from tests.profiles import profile_of
 
 GIB = 2**30
@@ -67,7 +68,7 @@ def test_what_the_search_knows_holds_for_a_strategy_that_is_preferred(
     assert best.gap == pytest.approx(1.003 * 1.001 - 1, rel=1e-9)
 
 
-@pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen3-0.6B"])
+@pytest.mark.parametrize("model", part_of(["Llama-3.2-1B", "Qwen3-0.6B"], "Qwen3-0.6B"))
 def test_a_short_step_is_no_slower_than_those_beside_it(model: str) -> None:
     """Launches count there, of which an outline of fewer layers tells too few."""
     best = api.plan(model, context=2048, machine="h100")
@@ -188,6 +189,7 @@ def test_an_unknown_strategy_is_refused() -> None:
 CALLS = 9_500_000
 
 
+@pytest.mark.exhaustive
 def test_an_answer_takes_few_calls() -> None:
     """Else its 3 s of one core are gone: a search counts what it does, not what that takes."""
     asked, profile = Request("Qwen2.5-7B", "1M", "h100", lora=16).question(), cProfile.Profile()
