@@ -42,23 +42,26 @@ SMALLER = (
     (r"^farspan train$", r"\g<0> --steps 1 --set context=256"),
     (r"(memory trace .*) --context 64K --strategy", r"\1 --context 64K --layers 1 --strategy"),
     (r"--layers 4", "--layers 1"),
+    (r"(plan .*--context) 1M", r"\1 64K"),
     (r"(memory trace .*--contexts) 64K,48K,56K", r"\1 4K,3K --layers 1"),
     (r"(evaluate .*)--context 1M", r"\1--context 512"),
     (r"(verify .*--text books --context) 4K", r"\1 1K"),
-    (r"(verify run.yaml --context) 2048 --chunk 300", r"\1 512 --chunk 75"),
+    (r"(verify run.yaml --context) 2048 --chunk 300", r"\1 256 --chunk 37"),
     (r"(verify run.yaml --context) 1024 --chunk 200", r"\1 256 --chunk 50"),
-    (r"verify run.yaml --dtype", r"verify run.yaml --context 256 --dtype"),
+    (r"verify run.yaml --dtype", r"verify run.yaml --context 64 --dtype"),
+    (r"(verify first.yaml --context) 512 --chunk 100", r"\1 128 --chunk 25"),
     (r"(verify .*--sparse page=16.* --context) 1024", r"\1 256"),
     (r"run.yaml --from runs/first", "next.yaml --from runs/run"),
     (r"step-00000200", "step-00000002"),
     (r"--nproc-per-node \d", "--nproc-per-node 2"),
     (r"^(torchrun .*) run.yaml", r"\1 RUN.yaml"),  # which says how ranks share it
+    (r"(--optimizer host --host-memory 192GiB)$", r"\1 --strategy fpdt"),
     # The same question with one more file to write is on a page, too.
     (
         r"^farspan plan .*( --timeline step.json)$",
         r"farspan plan --model Qwen2.5-0.5B --context 16K --machine h200\1 --snapshot step.pickle",
     ),
-    (r"(--context 1M --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),
+    (r"(--context 64K --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),
 )
 # Exit codes of what a page shows to be refused, or not to fit.
 CODES = {

@@ -102,7 +102,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_place", lambda _: placed)
     monkeypatch.setattr(session, "available_host_bytes", lambda: 118 * GIB)
     # A third of what a session takes finds the same plans, or as good ones.
-    monkeypatch.setattr(planned_with, "SEARCH_SECONDS", 0.3)
+    monkeypatch.setattr(planned_with, "SEARCH_SECONDS", 1.0)
     monkeypatch.setattr(planned_with, "profiles_of", first_layers)
     make = Planner._make
 

@@ -135,17 +135,18 @@ def pure(tmp_path_factory: pytest.TempPathFactory, sdist: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_wheel_is_python_alone_and_needs_no_allocator(tmp_path: Path, pure: Path) -> None:
+    """And it has every file of the sources, or it would not train."""
     assert pure.name == f"farspan-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(pure) as wheel:
-        assert not [name for name in wheel.namelist() if name.endswith(".so")]
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    source = ROOT / "src"
+    files = {p.relative_to(source) for p in (source / "farspan").rglob("*") if p.is_file()}
+    made = {".so", ".pyc"}
+    assert names == {str(file) for file in files if file.suffix not in made}
     put(pure, tmp_path / "site")
     farspan = command_of(tmp_path / "site", "farspan", "farspan_memory")
     assert farspan("--version").startswith("farspan 0.")
     assert "fits" in farspan("plan", *ASKED, "--strategy", "grouped")
-    (tmp_path / "text.txt").write_text("Whoever builds a wheel should drive it once.\n" * 40)
-    (tmp_path / "run.yaml").write_text(RUN)
-    assert "2 steps done" in farspan("train", "run.yaml")
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     for arguments in ((), ("place", "step.trace")):
         with pytest.raises(AssertionError) as refused:
             farspan("memory", *arguments)
@@ -153,6 +154,16 @@ def test_the_wheel_is_python_alone_and_needs_no_allocator(tmp_path: Path, pure: 
         assert lines[0] == (
             "farspan: memory: farspan-memory is not installed; pip install 'farspan[allocator]'"
         )
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_trains_without_the_allocator(tmp_path: Path, pure: Path) -> None:
+    put(pure, tmp_path / "site")
+    farspan = command_of(tmp_path / "site", "farspan", "farspan_memory")
+    (tmp_path / "text.txt").write_text("Whoever builds a wheel should drive it once.\n" * 40)
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert "2 steps done" in farspan("train", "run.yaml")
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -302,7 +313,6 @@ def test_the_small_wheel_says_what_needs_the_whole(site: Path, tmp_path: Path) -
     for arguments, field in (
         (("--model", "GPT-2", "--context", "1K"), "machine"),
         (("--model", tmp_path, *on_h100), "model"),
-        (("--model", "GPT-2", "--dtype", "fp64", *on_h100), "model"),
         (("--model", "someone/something", *on_h100), "model"),
         ((tmp_path / "run.yaml", "--machine", "h100"), str(tmp_path / "run.yaml")),
     ):
