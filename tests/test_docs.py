@@ -58,7 +58,7 @@ SMALLER = (
     (r"(--optimizer host --host-memory 192GiB)$", r"\1 --strategy fpdt"),
     # The same question with one more file to write is on a page, too.
     (
-        r"^farspan plan .*( --timeline step.json)$",
+        r"^farspan plan .*( --timeline step.json)( --snapshot step.pickle)?$",
         r"farspan plan --model Qwen2.5-0.5B --context 16K --machine h200\1 --snapshot step.pickle",
     ),
     (r"(--context 64K --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),

@@ -332,6 +332,7 @@ ALIKE = {
     *("a forward that doubles", "scale of one module", "frequencies", "no soft cap", "no window"),
     *("window of a module", "another rotary", "groups", "router", "final norm replaced", "tied"),
     *("final soft cap", "kind of attention", "window", "rope type", "embedding", "a pre-hook"),
+    *("two layers left", "mlp scaled", "final norm that mixes", "logits", "soft cap of config"),
 }
 # Each on one tier, and those that something else sees on the other as well.
 ON_A_TIER = [
