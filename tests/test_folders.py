@@ -164,6 +164,7 @@ def calls_of(root: Path, run: RunConfig, adapted: RunConfig) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_no_command_writes_elsewhere_or_through_a_link(tmp_path: Path, victim: Path) -> None:
     outputs, caches = tmp_path / "out", tmp_path / "cache"
     outputs.mkdir()

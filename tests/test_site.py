@@ -16,6 +16,7 @@ from tests.report.browser import SCHEMES, WIDTHS, Browser, Opened, browser
 
 pytest.importorskip("mkdocs")
 __all__ = ["browser"]  # a fixture
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ("index", "tutorials/first-long-run", "reference/cli", "reference/api")
 # To open a page takes 4 s of CPU, the longest 10: by default one by day and one by night.

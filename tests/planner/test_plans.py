@@ -198,6 +198,7 @@ def test_an_answer_takes_few_calls() -> None:
     assert sum(entry.callcount for entry in profile.getstats()) < CALLS
 
 
+@pytest.mark.slow
 def test_placements_take_few_calls_more() -> None:
     """Three of them: 6.1 million calls, and took 8.8; pinned it takes 2.9."""
     asked, profile = Request("Qwen2.5-0.5B", "256K", "rtx4090").question(), cProfile.Profile()
@@ -205,6 +206,7 @@ def test_placements_take_few_calls_more() -> None:
     assert sum(entry.callcount for entry in profile.getstats()) < 7_000_000
 
 
+@pytest.mark.slow
 def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow or busy machine plans what a fast one does, whose search ends before its optimum."""
     asked = Request("Qwen2.5-0.5B", "256K", "rtx4090").question()
