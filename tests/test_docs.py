@@ -42,20 +42,26 @@ SMALLER = (
     (r"^farspan train$", r"\g<0> --steps 1 --set context=256"),
     (r"(memory trace .*) --context 64K --strategy", r"\1 --context 64K --layers 1 --strategy"),
     (r"--layers 4", "--layers 1"),
+    (r"(plan .*--context) 1M", r"\1 64K"),
     (r"(memory trace .*--contexts) 64K,48K,56K", r"\1 4K,3K --layers 1"),
     (r"(evaluate .*)--context 1M", r"\1--context 512"),
     (r"(verify .*--text books --context) 4K", r"\1 1K"),
-    (r"(verify run.yaml --context) 2048 --chunk 300", r"\1 512 --chunk 75"),
+    (r"(verify run.yaml --context) 2048 --chunk 300", r"\1 256 --chunk 37"),
     (r"(verify run.yaml --context) 1024 --chunk 200", r"\1 256 --chunk 50"),
-    (r"verify run.yaml --dtype", r"verify run.yaml --context 256 --dtype"),
+    (r"verify run.yaml --dtype", r"verify run.yaml --context 64 --dtype"),
+    (r"(verify first.yaml --context) 512 --chunk 100", r"\1 128 --chunk 25"),
     (r"(verify .*--sparse page=16.* --context) 1024", r"\1 256"),
     (r"run.yaml --from runs/first", "next.yaml --from runs/run"),
     (r"step-00000200", "step-00000002"),
     (r"--nproc-per-node \d", "--nproc-per-node 2"),
     (r"^(torchrun .*) run.yaml", r"\1 RUN.yaml"),  # which says how ranks share it
+    (r"(--optimizer host --host-memory 192GiB)$", r"\1 --strategy fpdt"),
     # The same question with one more file to write is on a page, too.
-    (r"(--timeline step.json)$", r"\1 --snapshot step.pickle"),
-    (r"(--context 1M --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),
+    (
+        r"^farspan plan .*( --timeline step.json)( --snapshot step.pickle)?$",
+        r"farspan plan --model Qwen2.5-0.5B --context 16K --machine h200\1 --snapshot step.pickle",
+    ),
+    (r"(--context 64K --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),
 )
 # Exit codes of what a page shows to be refused, or not to fit.
 CODES = {
@@ -136,10 +142,11 @@ COMMANDS = commands()
 OF_EXAMPLES = {c for c, page in COMMANDS.items() if page.parent.parent.name == "examples"}
 RUN_HERE = [c for c in COMMANDS if c not in ELSEWHERE and c not in OF_EXAMPLES]
 # Whose results other lines speak of.
+MADE = re.compile(r"-o \w+\.trace$|--folder runs/")
 FIRST = [
     "farspan train run.yaml",
     "farspan train first.yaml",
-    *(c for c in RUN_HERE if c.endswith(("-o step.trace", "-o lengths.trace")) and c not in CODES),
+    *(c for c in RUN_HERE if MADE.search(c)),
 ]
 # 15 s and more of search, or three processes that import torch.
 SLOW = [c for c in RUN_HERE if "--max-context" in c or c.startswith("torchrun")]
@@ -248,6 +255,15 @@ def trained(place: Path) -> Path:
     return place
 
 
+@pytest.fixture
+def pages(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of its own, in which a line runs, whatever another has made."""
+    there = tmp_path / "pages"
+    shutil.copytree(trained, there)
+    monkeypatch.chdir(there)
+    return there
+
+
 def once() -> list[Any]:
     """Lines that run, each smaller one once."""
     lines = {smaller(line): line for line in RUN_HERE if line not in FIRST}
@@ -257,11 +273,9 @@ def once() -> list[Any]:
     ]
 
 
+@pytest.mark.usefixtures("pages")
 @pytest.mark.parametrize("line", once())
-def test_a_command_runs(
-    line: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(trained)
+def test_a_command_runs(line: str, tmp_path: Path) -> None:
     short = smaller(line)
     if "farspan train" in line and "--folder" not in line:
         short += f" --folder {tmp_path}"
@@ -287,10 +301,10 @@ def snippets() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of a Trainer without a GPU
+@pytest.mark.usefixtures("pages")
 @pytest.mark.parametrize("text", snippets())
-def test_a_snippet_runs(text: str, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snippet_runs(text: str) -> None:
     """With the names that its page speaks of."""
-    monkeypatch.chdir(trained)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     ids = torch.randint(0, 256, (2, 256))
     documents = torch.zeros_like(ids)
@@ -424,6 +438,7 @@ def own_loop_of_ranks(folder: str) -> tuple[list[float], dict[str, torch.Tensor]
     return losses, {name: p.full_tensor().detach() for name, p in shards}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads
 def test_optimizers_and_checkpoints_of_ranks(place: Path) -> None:
     """Two ranks train as one, and what they save one process loads, with the optimizers' states."""

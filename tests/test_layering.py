@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,8 @@ ALLOCATOR = ROOT / "packages" / "farspan-memory" / "src" / "farspan_memory"
 NAMES_ALLOCATOR = {"farspan.allocator", "farspan.cli.memory", "farspan.cli.with_torch"}
 BY_WAY_OF, ITS_USERS = "farspan.allocator", ("cli", "train")
 
+parsed = cache(ast.parse)  # every gate looks at every module
+
 Sources = dict[str, str]  # module name, dotted, to its text
 Import = tuple[str, int]  # module name, line
 
@@ -82,7 +85,7 @@ def layer(module: str) -> str:
 
 def imports(text: str, known: Sources) -> Iterator[Import]:
     """Absolute imports. `from a import b` counts as `a.b` where that is a module."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -102,7 +105,7 @@ def lazy_imports(text: str, known: Sources) -> Iterator[Import]:
     """Modules that a user of the seam names, in a call or in a table: they run one way too."""
     if SEAM not in {target for target, _ in imports(text, known)}:
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
             yield node.value, node.lineno
 
@@ -125,7 +128,7 @@ def given_parts(sources: Sources) -> list[str]:
     """Parts that another module than the face gives, or that are not in GIVEN."""
     found = []
     for module, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "give":
                 names = {a.value for a in node.args[1:] if isinstance(a, ast.Constant)}
                 if module != "farspan" or not names or not names <= GIVEN:
@@ -169,7 +172,7 @@ def hidden_imports(sources: Sources) -> list[str]:
     """Relative, local, typing-only and computed imports; the seam alone may compute one."""
     found = []
     for module, text in sources.items():
-        tree = ast.parse(text)
+        tree = parsed(text)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level:
                 found.append(f"{module}:{node.lineno}: relative import")
@@ -200,7 +203,7 @@ def names_of_the_allocator(sources: Sources) -> list[str]:
         if module not in NAMES_ALLOCATOR:
             found += [
                 f"{module}:{node.lineno}: names {node.value}"
-                for node in ast.walk(ast.parse(text))
+                for node in ast.walk(parsed(text))
                 if isinstance(node, ast.Constant)
                 and isinstance(node.value, str)
                 and node.value.split(".")[0] == ALLOCATOR.name
@@ -218,7 +221,7 @@ def names_of_farspan(sources: Sources) -> list[str]:
     return found + [
         f"{module}:{node.lineno}: names {node.value}"
         for module, text in sources.items()
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch(r"farspan(\.\w+)+", node.value)

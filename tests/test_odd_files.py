@@ -112,15 +112,16 @@ def tried(
     folder: Path, work: Path, name: str, before: Any, write: Callable[[Path, Any], object],
     *commands: Command, depth: int = 0,
 ) -> None:  # fmt: skip
-    """Each value of a file replaced by each odd one and read by one command, the outer ones by
-    all; with a `depth` those down to there, by one odd value in turn. Inner ones meet two in turn
-    by default, and each where examples are not cut."""
-    text = (folder / name).read_text()
+    """Each value of a file replaced by each odd one and read by one command in turn; with a `depth`
+    those down to there, by one odd value in turn. By default inner ones meet two in turn; where
+    examples are not cut, they meet each, and the outer ones are read by all commands."""
+    text, cut = (folder / name).read_text(), examples(WHOLE) < WHOLE
     for number, at in enumerate(places(before)):
-        few = depth or (len(at) > 1 and examples(WHOLE) < WHOLE)
+        few = depth or (len(at) > 1 and cut)
         odds = [ODD[(number + n) % len(ODD)] for n in range(1 if depth else 2)] if few else ODD
         for turn, odd in enumerate(odds if not depth or len(at) <= depth else ()):
-            for command in commands if len(at) < 2 else (commands[turn % len(commands)],):
+            one = (commands[(number + turn) % len(commands)],)
+            for command in one if cut or len(at) > 1 else commands:
                 shutil.rmtree(work, ignore_errors=True)
                 shutil.copytree(folder, work, copy_function=os.link)
                 (work / "model" / "README.md").unlink(missing_ok=True)  # made by push

@@ -75,6 +75,7 @@ def test_the_data_are_the_planners(record: dict[str, Any], loss: str) -> None:
         assert fits(question) is does
 
 
+@pytest.mark.exhaustive
 def test_steps_are_the_planners(record: dict[str, Any]) -> None:
     way, loss, machine = "LoRA", "DPO, IPO, KTO, adapters off", "H100, 1 TiB"
     (row,) = (

@@ -97,6 +97,7 @@ def test_the_claim_is_on_record() -> None:
     assert "within {:g}% of the time and {:g}% of the memory".format(*rounded) in text
 
 
+@pytest.mark.exhaustive
 def test_the_plan_on_the_page_is_the_planners() -> None:
     (block,) = (part for part in page().split("```") if part.startswith("\n$ farspan plan "))
     command, *lines = block.strip().splitlines()

@@ -11,10 +11,12 @@ import pytest
 
 import farspan
 from tests.grids import part_of
+from tests.pytorch.cpu_allocator import once
 from tests.report.browser import SCHEMES, WIDTHS, Browser, Opened, browser
 
 pytest.importorskip("mkdocs")
 __all__ = ["browser"]  # a fixture
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ("index", "tutorials/first-long-run", "reference/cli", "reference/api")
 # To open a page takes 4 s of CPU, the longest 10: by default one by day and one by night.
@@ -32,12 +34,15 @@ def build(to: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedP
     )
 
 
+def built_site(folder: Path) -> Path:
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    to = tmp_path_factory.mktemp("site")
-    done = build(to)
-    assert done.returncode == 0, done.stderr
-    return to
+    return once(tmp_path_factory, built_site)
 
 
 def text(page: Path) -> str:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from farspan import cli
 from farspan.spec import VERSION
 from farspan_memory.native import LIBRARY
+from tests.pytorch.cpu_allocator import once
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = Path("packaging") / "farspan-plan"
@@ -82,11 +83,14 @@ def put(wheel: Path, site: Path) -> None:
     output(sys.executable, "-m", "pip", "install", *target, wheel, cwd=site.parent)
 
 
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("sdist")
+def built_sdist(root: Path) -> Path:
     shutil.copytree(ROOT, root / "tree", ignore=MADE)
     return build("build_sdist", root / "tree", root / "dist")
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return once(tmp_path_factory, built_sdist)
 
 
 def unpacked(sdist: Path, root: Path) -> Path:
@@ -131,24 +135,35 @@ def pure(tmp_path_factory: pytest.TempPathFactory, sdist: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_wheel_is_python_alone_and_needs_no_allocator(tmp_path: Path, pure: Path) -> None:
+    """And it has every file of the sources, or it would not train."""
     assert pure.name == f"farspan-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(pure) as wheel:
-        assert not [name for name in wheel.namelist() if name.endswith(".so")]
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    source = ROOT / "src"
+    files = {p.relative_to(source) for p in (source / "farspan").rglob("*") if p.is_file()}
+    made = {".so", ".pyc"}
+    assert names == {str(file) for file in files if file.suffix not in made}
     put(pure, tmp_path / "site")
     farspan = command_of(tmp_path / "site", "farspan", "farspan_memory")
     assert farspan("--version").startswith("farspan 0.")
     assert "fits" in farspan("plan", *ASKED, "--strategy", "grouped")
-    (tmp_path / "text.txt").write_text("Whoever builds a wheel should drive it once.\n" * 40)
-    (tmp_path / "run.yaml").write_text(RUN)
-    assert "2 steps done" in farspan("train", "run.yaml")
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    for arguments in ((), ("--help",), ("place", "step.trace"), ("trace", "-o", "step.trace")):
+    for arguments in ((), ("place", "step.trace")):
         with pytest.raises(AssertionError) as refused:
             farspan("memory", *arguments)
         lines = str(refused.value).splitlines()
         assert lines[0] == (
             "farspan: memory: farspan-memory is not installed; pip install 'farspan[allocator]'"
         )
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_trains_without_the_allocator(tmp_path: Path, pure: Path) -> None:
+    put(pure, tmp_path / "site")
+    farspan = command_of(tmp_path / "site", "farspan", "farspan_memory")
+    (tmp_path / "text.txt").write_text("Whoever builds a wheel should drive it once.\n" * 40)
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert "2 steps done" in farspan("train", "run.yaml")
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -219,17 +234,22 @@ for name in names:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, sdist: Path) -> Path:
-    root = tmp_path_factory.mktemp("small")
-    return build("build_wheel", unpacked(sdist, root) / SMALL, root / "dist")
+    def small_wheel(root: Path) -> Path:
+        return build("build_wheel", unpacked(sdist, root) / SMALL, root / "dist")
+
+    return once(tmp_path_factory, small_wheel)
 
 
 @pytest.fixture(scope="module")
-def site(small: Path) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
     """The small wheel's, beside which an interpreter finds no library that it does not ask for."""
-    site = small.parent.parent / "site"
-    put(small, site)
-    (site / "sitecustomize.py").write_text(ALONE.format(blocked=HEAVY))
-    return site
+
+    def small_site(root: Path) -> Path:
+        put(small, root / "site")
+        (root / "site" / "sitecustomize.py").write_text(ALONE.format(blocked=HEAVY))
+        return root / "site"
+
+    return once(tmp_path_factory, small_site)
 
 
 def ask(
@@ -293,7 +313,6 @@ def test_the_small_wheel_says_what_needs_the_whole(site: Path, tmp_path: Path) -
     for arguments, field in (
         (("--model", "GPT-2", "--context", "1K"), "machine"),
         (("--model", tmp_path, *on_h100), "model"),
-        (("--model", "GPT-2", "--dtype", "fp64", *on_h100), "model"),
         (("--model", "someone/something", *on_h100), "model"),
         ((tmp_path / "run.yaml", "--machine", "h100"), str(tmp_path / "run.yaml")),
     ):

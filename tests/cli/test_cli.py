@@ -365,7 +365,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipe_that_nobody_reads_any_more_ends_no_run(run_file: Path) -> None:
     """`farspan train run.yaml 2>&1 | head -1`, whose weights are loaded from a folder."""
     saved = run_file.parent / "saved"

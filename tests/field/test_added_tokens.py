@@ -39,6 +39,9 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, int]:
     return tmp_path / "base", rows
 
 
+UNTIED = pytest.mark.parametrize("folder", [False], indirect=True, ids=["untied"])
+
+
 def run_of(
     root: Path, base: Path, text: str = "ab <tool> ba </tool> ab", **model: Any
 ) -> RunConfig:
@@ -69,6 +72,7 @@ def test_added_tokens_train_export_and_load_again(tmp_path: Path, folder: tuple[
         assert torch.equal(tensor, theirs[name]), name
 
 
+@UNTIED
 def test_a_plan_has_the_rows_that_the_run_has(tmp_path: Path, folder: tuple[Path, int]) -> None:
     base, rows = folder
     run = run_of(tmp_path, base, resize_embeddings=True)
@@ -76,6 +80,7 @@ def test_a_plan_has_the_rows_that_the_run_has(tmp_path: Path, folder: tuple[Path
     assert question.model.vocab == load_tokenizer(str(base)).size() > rows + 1
 
 
+@UNTIED
 @pytest.mark.parametrize("text", [(), ("--text", "book.txt")], ids=["exact", "text"])
 def test_what_is_verified_has_the_rows_that_the_run_has(
     tmp_path: Path,
@@ -95,6 +100,7 @@ def test_what_is_verified_has_the_rows_that_the_run_has(
     assert seen[0].get_input_embeddings().num_embeddings == load_tokenizer(str(base)).size() > rows
 
 
+@UNTIED
 def test_added_tokens_without_rows_are_refused_by_what_helps(
     tmp_path: Path, folder: tuple[Path, int]
 ) -> None:

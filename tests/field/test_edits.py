@@ -38,13 +38,13 @@ from tests.engine.checks import (
     run_oracle,
     run_step,
 )
-from tests.grids import examples, part_of
+from tests.grids import crossed, examples, part_of
 from tests.zoo import make_model
 
 pytestmark = pytest.mark.slow
 
-SCHEDULE = Schedule(chunk=8, groups=2, activation_save_fraction=0.5, loss_chunk_size=5)
-DATA = draw(20, batch=2, documents=2)
+SCHEDULE = Schedule(chunk=6, groups=2, activation_save_fraction=0.5, loss_chunk_size=5)
+DATA = draw(12, batch=2, documents=2)
 Edit = Callable[[Any], object]
 
 
@@ -325,8 +325,19 @@ def check(model: PreTrainedModel, step: Step, schedule: Schedule) -> Outcome | s
     return found
 
 
+# What is seen as another edit is that stays by default.
+ALIKE = {
+    *("layers reversed", "mlp left out", "attention replaced", "norm replaced", "head scaled"),
+    *("embedding replaced", "a hook that mixes", "a hook on a layer", "a forward that mixes"),
+    *("a forward that doubles", "scale of one module", "frequencies", "no soft cap", "no window"),
+    *("window of a module", "another rotary", "groups", "router", "final norm replaced", "tied"),
+    *("final soft cap", "kind of attention", "window", "rope type", "embedding", "a pre-hook"),
+    *("two layers left", "mlp scaled", "final norm that mixes", "logits", "soft cap of config"),
+}
 # Each on one tier, and those that something else sees on the other as well.
-ON_A_TIER = [(*edit, list(Tier)[number % 2]) for number, edit in enumerate(EDITS)]
+ON_A_TIER = [
+    (*edit, list(Tier)[number % 2]) for number, edit in enumerate(EDITS) if edit[1] not in ALIKE
+]
 ON_BOTH = [
     ("llama", name, tier) for name in ("a layer replaced", "layers swapped") for tier in Tier
 ]
@@ -348,7 +359,7 @@ def test_an_edit_is_taken_up(family: str, name: str, weights: Tier) -> None:
         check(model, step, schedule)
 
 
-@hypothesis.settings(max_examples=examples(40))
+@hypothesis.settings(max_examples=examples(24))
 @hypothesis.given(
     st.lists(st.sampled_from(sorted(WHOLE)), min_size=1, max_size=3),
     st.sampled_from(["llama", "qwen3", "olmo2", "mistral", "smollm3"]),
@@ -367,16 +378,17 @@ def test_edits_one_after_the_other(names: list[str], family: str, weights: Tier)
             check(model, step, schedule)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
-    ("path", "method"),
-    [("mlp", "forward"), ("input_layernorm", "_norm"), ("self_attn", "forward")],
+    ("of", "wrapped"),
+    crossed(
+        [("mlp", "forward"), ("input_layernorm", "_norm"), ("self_attn", "forward")], [False, True]
+    ),
 )
 def test_a_method_set_on_a_class_is_taken_up(
-    monkeypatch: pytest.MonkeyPatch, path: str, method: str, wrapped: bool
+    monkeypatch: pytest.MonkeyPatch, of: tuple[str, str], wrapped: bool
 ) -> None:
     """Also by a decorator that says what it wraps, and where a forward calls it."""
-    model = make_model("gemma2")
+    (path, method), model = of, make_model("gemma2")
     kind = type(at(1, path)(model))
     own = getattr(kind, method)
 
@@ -435,8 +447,7 @@ CALLS: dict[str, Callable[[Step], object]] = {
 }
 
 
-@pytest.mark.parametrize("weights", Tier)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "weights"), crossed(CALLS, Tier))
 def test_every_call_looks(name: str, weights: Tier) -> None:
     model, schedule = make_model("llama"), replace(SCHEDULE, weights=weights)
 
@@ -579,12 +590,11 @@ def test_updates_of_weights_are_no_edits() -> None:
     assert look(model) == before
 
 
-@pytest.mark.slow
 def test_a_look_costs_less_than_a_hundredth_of_a_step() -> None:
     """Of SmolLM2-135M's shape at 2,048 tokens: 5 ms of 26 s on two cores. Here a step of 64 tokens
     of a third of its layers is compared, which is harder."""
     config = LlamaConfig(
-        vocab_size=49152,
+        vocab_size=8192,
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=10,
@@ -594,7 +604,7 @@ def test_a_look_costs_less_than_a_hundredth_of_a_step() -> None:
     )
     model = AutoModelForCausalLM.from_config(config)
     step = Step(model, Schedule(chunk=64))
-    ids = torch.randint(0, 49152, (1, 64))
+    ids = torch.randint(0, 8192, (1, 64))
 
     def seconds(call: Callable[[], object]) -> float:
         start = process_time()

@@ -17,6 +17,7 @@ from farspan.hf.load import Weights, blank_model, config_for_planning, load_mode
 from farspan.hf.unsupported import context_limit, describe_positions, refuse_context, refuse_model
 from farspan.profile.catalog import find_config
 from farspan.spec import Schedule, UnsupportedError
+from tests.grids import crossed
 from tests.zoo import COMMON, FURTHER, GEMMA3, GPT2, PHI, RECURRENT
 
 POSITIONS = 64
@@ -131,9 +132,10 @@ IN_FILES: list[tuple[str, dict[str, Any]]] = [
 
 
 class TestRope:
-    @pytest.mark.parametrize("kind", SCALED)
-    @pytest.mark.parametrize("word", ["type", "rope_type"])
-    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    @pytest.mark.parametrize(
+        ("kind", "word", "field"),
+        crossed(SCALED, ["type", "rope_type"], ["rope_scaling", "rope_parameters"]),
+    )
     def test_spellings_give_the_frequencies_of_config_json(
         self, field: str, word: str, kind: str, tmp_path: Path
     ) -> None:
@@ -528,8 +530,9 @@ class TestLength:
         again: Any = by_transformers(str(tmp_path))
         assert context_limit(again.to(dtype)) == 256
 
-    @pytest.mark.parametrize("family", FILES)
-    @pytest.mark.parametrize("scaled", [None, "yarn", "linear", "llama3", "longrope"])
+    @pytest.mark.parametrize(
+        ("family", "scaled"), crossed(FILES, [None, "yarn", "linear", "llama3", "longrope"])
+    )
     def test_the_advice_holds(self, family: str, scaled: str | None, tmp_path: Path) -> None:
         """As it is printed: in a run file, and in a program."""
         content = fields(family)

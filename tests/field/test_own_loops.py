@@ -18,6 +18,7 @@ from farspan.hf.load import add_adapters
 from farspan.program.layout import Layout
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import draw
+from tests.grids import crossed, part_of
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
 from tests.zoo import make_model
@@ -81,11 +82,12 @@ class InHooks:
         return update
 
 
-@TIERS
-@pytest.mark.parametrize("logprobs", [False, True])
-@pytest.mark.parametrize("make", [lambda: make_model("qwen2"), tied, adapted])
+@pytest.mark.parametrize(
+    ("make", "weights", "logprobs"),
+    crossed([lambda: make_model("qwen2"), tied, adapted], Tier, [False, True]),
+)
 def test_an_optimizer_in_hooks_updates_each_weight_once(
-    weights: Tier, logprobs: bool, make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module], weights: Tier, logprobs: bool
 ) -> None:
     """As with plain autograd, whose weights are used no more when their gradient is complete."""
     plain, ours = make(), make()
@@ -238,6 +240,6 @@ def updated(p: Any) -> None:
     p.grad = None
 
 
-@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("dealt", part_of([False, True], True))
 def test_hooks_over_ranks(dealt: bool) -> None:
     run_ranks(2, on_ranks, dealt)

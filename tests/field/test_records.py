@@ -30,6 +30,7 @@ from farspan.data.token_cache import TokenStore, open_store, unwatched
 from farspan.data.tokenizers import ByteTokenizer, HubTokenizer, Tokenizer
 from farspan.spec import UnsupportedError
 from tests.data.characters import character_tokenizer
+from tests.grids import crossed
 
 ROOT = Path(__file__).resolve().parents[2]
 END = 256
@@ -221,9 +222,9 @@ class TestTurns:
 
     TEXT = "[user]hi$[assistant]ho$[user]so?$[assistant]yes$"
 
-    @pytest.mark.parametrize("mark", TURN_MARKS)
-    @pytest.mark.parametrize("off", [0, False, 0.0])
-    @pytest.mark.parametrize("sharegpt", [False, True])
+    @pytest.mark.parametrize(
+        ("mark", "off", "sharegpt"), crossed(TURN_MARKS, [0, False, 0.0], [False, True])
+    )
     def test_a_turn_that_is_marked_off_is_read(
         self, read: Read, mark: str, off: object, sharegpt: bool
     ) -> None:

@@ -14,6 +14,7 @@ from farspan.data.config import DataConfig, SourceKind
 from farspan.spec import UnsupportedError
 from farspan.train.config import EvaluationConfig
 from farspan.train.trainer import train
+from tests.grids import crossed
 from tests.numerics import assert_exact
 from tests.posttrain.test_hugging_face import Batch, Make, logs, make, padded, rows
 from tests.train.tiny import MODEL, Quiet, load_tiny, tiny_run
@@ -62,10 +63,9 @@ def test_an_evaluation_is_the_plain_trainer_s(
     assert_exact(ours.nan_to_num(), plain.nan_to_num(), limit=1e-6)
 
 
-@pytest.mark.parametrize("accepts", [True, False])
-@pytest.mark.parametrize("scaled", [None, True, False])
+@pytest.mark.parametrize(("scaled", "accepts"), crossed([None, True, False], [True, False]))
 def test_means_are_those_that_the_trainer_asks_for(
-    make: Make, accepts: bool, scaled: bool | None
+    make: Make, scaled: bool | None, accepts: bool
 ) -> None:
     """`model_accepts_loss_kwargs` False: the mean of each batch, not of all tokens of an update;
     `loss_is_scaled_for_ga` says whether it is divided by their number."""

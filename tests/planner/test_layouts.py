@@ -48,11 +48,11 @@ def of_stages(layout: Layout) -> tuple[int, ...]:
     return {2: (3, 4), 3: (2, 2, 3), 4: (1, 2, 2, 2)}[layout.pipeline]
 
 
-@pytest.mark.parametrize("layout", part_of(LAYOUTS, LAYOUTS[0], LAYOUTS[2], LAYOUTS[5]), ids=str)
+@pytest.mark.parametrize("layout", part_of(LAYOUTS, LAYOUTS[0], LAYOUTS[5]), ids=str)
 def test_plans_run_on_their_layouts(layout: Layout) -> None:
     """Every alternative is a program for every rank; a pipeline's has a group for each stage."""
     asked = question(layout)
-    best = best_plan(asked, seconds=1.0)
+    best = best_plan(asked, seconds=0.3)
     assert best.fits
     for plan in (best, *best.alternatives):
         refuse_together(plan.schedule, layout)

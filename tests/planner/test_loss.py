@@ -1,6 +1,7 @@
 """Plans of losses that are computed from log-probabilities: what the engine takes and does."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from farspan.spec import (
     UnsupportedError,
 )
 from farspan.train.yaml_config import describe_type
-from tests.grids import crossed
+from tests.grids import crossed, part_of
 from tests.made_up import add_member
 from tests.planner.machines import slow_machine
 from tests.planner.test_best_first import SPACE, question, schedules
@@ -110,7 +111,7 @@ WEIGHTS = replace(BASE, groups=1, weights=Tier.HOST)
 
 @pytest.mark.parametrize(
     ("loss", "name", "dtype"),
-    crossed([*LOSSES, *LOSSES], CUT, [torch.float32, torch.bfloat16]),
+    crossed(LOSSES, CUT, [torch.float32, torch.bfloat16]),
     ids=str,
 )
 def test_the_engine_takes_what_is_planned(loss: Objective, name: str, dtype: torch.dtype) -> None:
@@ -190,8 +191,10 @@ def test_a_step_takes_the_forward_of_its_reference_longer() -> None:
         assert both.host - alone.host == pytest.approx(issued)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("loss", [DPO_STORED, DPO_FROZEN])
+@pytest.mark.parametrize(
+    ("loss", "overlap"),
+    part_of(product([DPO_STORED, DPO_FROZEN], [False, True]), (DPO_FROZEN, True)),
+)
 def test_nothing_that_the_search_looked_at_is_better(
     loss: Objective, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +230,9 @@ def taken(plan: Plan) -> tuple[int, int]:
 def test_the_schedule_is_one_for_the_loss() -> None:
     """One chunk of one group would run its last chunk, which is all, forward twice."""
     asked = Request("Qwen2.5-0.5B", "16K", "h100", loss="orpo").question()
-    plan, one_pass = best_plan(asked), best_plan(replace(asked, loss=Objective()))
+    plan, one_pass = (
+        best_plan(of, ["grouped"], 1.0) for of in (asked, replace(asked, loss=Objective()))
+    )
     one, cut, whole = loss_seconds(plan)
     assert cut == whole
     before = plan_of(asked, one_pass.strategy, one_pass.schedule)
@@ -249,8 +254,8 @@ def test_a_stored_teacher_is_not_that_of_a_run_file() -> None:
 
 def test_the_other_losses_leave_the_default_alone() -> None:
     given: dict[str, Any] = {"config": "Qwen2.5-0.5B", "context": "64K", "machine": "h100"}
-    plan = best_plan(Request(**given, loss="sft").question())
-    assert plan.to_json() == best_plan(Request(**given).question()).to_json()
+    plan = best_plan(Request(**given, loss="sft").question(), ["memo"])
+    assert plan.to_json() == best_plan(Request(**given).question(), ["memo"]).to_json()
     assert not list(loss_words(plan))
     assert loss_json(plan) == {}
 
@@ -334,7 +339,7 @@ def test_a_new_kind_of_loss_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     asked = Request("Qwen2.5-0.5B", "64K", "h100", loss="plain")
     assert asked.question().loss == Objective(plain)
-    text = plan_text(best_plan(asked.question()))
+    text = plan_text(best_plan(asked.question(), ["memo"]))
     assert "loss plain: a step takes" in text
     assert "before the backward, no reference" in text
     with pytest.raises(UnsupportedError, match="loss plain expects none, got 'stored'; leave it"):

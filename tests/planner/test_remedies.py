@@ -274,12 +274,12 @@ def test_two_changes_where_none_alone_helps(helps: Helps, expected: str) -> None
 
 def test_a_whole_model_on_a_small_card_is_told_of_adapters_and_of_a_larger_one() -> None:
     request = Request("Qwen2.5-7B", "64K", "rtx4090", host_memory="64GiB")
-    plan = best_plan(request.question(), None, 1.0)
+    plan = best_plan(request.question(), ["fpdt"])
     assert not plan.fits
     disk, *others = (remedy.options for remedy in plan.remedies)
-    assert others == ["--lora 16", "--host-memory 256GiB", "--machine h200"]
+    assert others == ["--lora 16", "--host-memory 256GiB", "--machine b200"]
     assert plan.remedy == plan.to_json()["remedy"] == disk == "--optimizer disk"
-    assert best_plan(replace(request, lora=16).question(), ["grouped"], 1.0).fits
+    assert best_plan(replace(request, lora=16).question(), ["fpdt"]).fits
 
 
 def test_weights_go_to_main_memory_with_the_states() -> None:

@@ -19,9 +19,9 @@ from farspan.profile import store
 from farspan.profile.catalog import find_config, presets
 from farspan.profile.model import Variant, highest
 from farspan.profile.store import RANKS, Profiles, between, to_json
-from farspan.program.strategies import strategy
 from farspan.spec import UnsupportedError
-from tests.planner.test_walk import CLOSE, LAYERS, agree, make
+from tests.grids import crossed
+from tests.planner.test_walk import CLOSE, agree, in_chunks, make
 from tests.zoo import FURTHER as ZOO
 from tests.zoo import RECURRENT, make_model
 
@@ -46,11 +46,10 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["grouped", "recompute", "memo"])
-@pytest.mark.parametrize("family", FURTHER)
-def test_further_families_are_predicted(family: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "family"), crossed(["grouped", "recompute", "memo"], FURTHER))
+def test_further_families_are_predicted(name: str, family: str) -> None:
     model = make(family, torch.bfloat16, **FURTHER[family])
-    agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
+    agree(Step(model, in_chunks(name, 230)), 1, 230, CLOSE)
 
 
 # Experts beside states, and fields of each layer that nobody cuts.

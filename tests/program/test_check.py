@@ -110,7 +110,7 @@ DEFAULT = "streamed", "device", "home", "sparse, held"
 
 @cache
 def rich(name: str) -> Program:
-    return build_program(cases.model_of(5), RunSpec(1, 46), RICH[name])
+    return build_program(cases.model_of(5), RunSpec(1, 36), RICH[name])
 
 
 @pytest.fixture(params=part_of(RICH, *DEFAULT))

@@ -57,7 +57,7 @@ def test_no_wait_is_spare(name: str) -> None:
     program = build_program(model_of(4), RunSpec(1, 46), strategy(name, 4, 46))
     orders = waits(program)
     every = list(without_one(orders))
-    mutants = every[:: max(3, len(every) // 60)]
+    mutants = every[:: max(3, len(every) // 30)]
     assert len(mutants) > 3
     spare = [wait for wait, fewer in mutants if not races(program, fewer)]
     assert spare == []
