@@ -52,17 +52,18 @@ def test_a_trainer_adds_the_loss_of_its_model(make: Make, accepts: bool) -> None
         step = both[1]._farspan()
         ids = torch.arange(1, 9)[None]
         step.evaluate(ids, ids)
-        assert float(step.aux_loss) > 1
+        assert 1.9 < float(step.aux_loss) < 3
 
 
 @pytest.mark.parametrize("kind", [DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer])
 def test_trainers_of_trl_get_the_loss(make_trl: Any, kind: Any) -> None:
-    runs = [
-        make_trl(kind, is_long=is_long, model=experts(), router_aux_loss_coef=0.3)
-        for is_long in (True, False)
-    ]
-    for trainer in runs:
+    runs = []
+    for is_long in (True, False):
+        torch.manual_seed(0)  # of generation
+        trainer = make_trl(kind, is_long=is_long, model=experts(), router_aux_loss_coef=0.3)
+        torch.manual_seed(1)
         with in_double(trainer):
             trainer.train()
-    assert "aux_loss" in runs[0].state.log_history[0]
+        runs.append(trainer)
+    assert 1.9 < runs[0].state.log_history[0]["aux_loss"] < 3
     assert_same_logs(*runs)

@@ -199,7 +199,7 @@ def test_a_loss_function_is_refused(make: Make) -> None:
 
 def experts() -> Any:
     fields = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-    changed = MODEL | fields | {"model_type": "qwen2_moe"}
+    changed = MODEL | fields | {"model_type": "qwen2_moe", "num_experts_per_tok": 2}
     return load_tiny(config=changed, dtype=torch.float64, seed=0)
 
 
