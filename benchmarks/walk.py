@@ -1,9 +1,9 @@
 """How far it is from the training loop to the attention kernel: what a reader has to follow.
 
-    python -m benchmarks.walk            # frames of the second step, files and functions it runs
+    python -m benchmarks.walk            # frames of the third step, files and functions it runs
     python -m benchmarks.walk --files    # each file too
 
-`farspan train` runs on the CPU for two steps of a tiny model, and the second one is profiled. Only
+`farspan train` runs on the CPU for three steps of a tiny model, and the third one is profiled. Only
 farspan's own frames are counted: those of torch and transformers between them are not.
 """
 
@@ -32,7 +32,7 @@ SOURCE = Path(farspan.__file__).parent
 LOOP = "TrainingLoop.fit"
 STEP = "Step.__call__"
 KERNEL = "scaled_dot_product"  # part of the name of torch's attention kernels
-# What is aimed at: frames of the loop to the kernel, and files of a step and their lines.
+# At most: frames of the loop to the kernel, files of a step, and their lines.
 MOST_FRAMES, MOST_FILES, MOST_LINES = 14, 25, 10_000
 
 

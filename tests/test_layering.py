@@ -425,3 +425,14 @@ def test_only_the_seam_may_compute_an_import() -> None:
 def test_torch_in_a_torch_free_layer_is_found(layer_name: str, text: str) -> None:
     assert torch_imports({f"farspan.{layer_name}": text})
     assert not torch_imports({"farspan.engine": text})
+
+
+def test_the_design_page_lists_packages_from_the_lowest() -> None:
+    """Each imports those above it in the table, where every layer of the package stands."""
+    text = (ROOT / "docs/explanation/design.md").read_text("utf-8")
+    table = text[text.index("## The tree") : text.index("A package imports those above it")]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [re.findall(r"`(\w+)(?:\.py|/)`", row) for row in rows]
+    listed = [name for row in named for name in row if name in HEIGHT]
+    assert set(listed) == HEIGHT.keys() - {"__init__", "__main__"}
+    assert [HEIGHT[name] for name in listed] == sorted(HEIGHT[name] for name in listed)

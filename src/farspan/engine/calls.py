@@ -38,8 +38,9 @@ class Calls:
     seed: int
     neftune_alpha: float | None
     router_z: float  # coefficient of the routers' z-loss
-    # Load-balancing and z-loss of the latest call, [2].
-    router_losses: Tensor = field(default_factory=lambda: torch.zeros(2))
+    routers: RouterLoss | None = None  # sums of the latest call
+    # Load-balancing and z-loss of the latest call for values, [2]; None if it was a step.
+    router_losses: Tensor | None = None
     drawn: int = 0  # number of the next call that may drop or add noise
     plans: list[Plan] = field(default_factory=list)  # of the planner, for the batches so far
 
@@ -51,29 +52,25 @@ class Calls:
     @property
     def aux_loss(self) -> Tensor:
         """Load-balancing loss of the latest call, without its coefficient."""
-        return self.router_losses[0]
+        return self._losses()[0]
 
     @property
     def router_loss(self) -> Tensor:
         """Router losses of the latest call, by their coefficients."""
         routers = self.models.now.routers
         balance = 0.0 if routers is None else routers.balance
-        return balance * self.router_losses[0] + self.router_z * self.router_losses[1]
+        losses = self._losses()
+        return balance * losses[0] + self.router_z * losses[1]
+
+    def _losses(self) -> Tensor:
+        if self.router_losses is not None:
+            return self.router_losses
+        return torch.zeros(2) if self.routers is None else self.routers.losses()
 
     def agreement(self, call: str) -> AbstractContextManager[Agreement]:
         """Return a context that raises an error on all ranks if their calls differ."""
         sharded = self.models.sharded
         return agreement(None if sharded is None else sharded.ranks, call)
-
-    def run(
-        self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
-    ) -> Tensor:
-        """Run a step or an evaluation and return its loss."""
-        ready = self.ready(call, given, trained_tokens, trains=trains)
-        loss, routers = self.runner.run(*ready), ready[2].routers
-        if routers is not None:
-            self.router_losses = routers.losses()
-        return loss
 
     def ready(
         self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
@@ -191,6 +188,7 @@ class Calls:
         """Return the inputs with sums for the routers' losses, if the model adds any. The call adds
         this `share` of them to its loss."""
         model = self.models.now
+        self.routers = self.router_losses = None
         if model.routers is None:
             if self.router_z:
                 raise UnsupportedError(
@@ -201,6 +199,7 @@ class Calls:
         mask = None if attention_mask is None else attention_mask.to(model.stages.device) != 0
         losses = RouterLoss(model.routers, model.stages.device, self.router_z, mask)
         losses.scale = share * losses.scale
+        self.routers = losses
         return replace(inputs, routers=losses)
 
 

@@ -227,7 +227,7 @@ class Step:
             The mean loss over trained tokens, a scalar, with the router losses of each replica.
         """
         given = input_ids, labels, document_ids, weights, attention_mask, router_share
-        return self._calls.run("step", given, trained_tokens, trains=True)
+        return self.runner.run(*self._calls.ready("step", given, trained_tokens, trains=True))
 
     def evaluate(
         self,
@@ -242,7 +242,7 @@ class Step:
     ) -> Tensor:
         """Return the loss that a step would return, without gradients; takes the same arguments."""
         given = input_ids, labels, document_ids, weights, attention_mask, router_share
-        return self._calls.run("evaluate", given, trained_tokens, trains=False)
+        return self.runner.run(*self._calls.ready("evaluate", given, trained_tokens, trains=False))
 
     @overload
     def logprobs(
