@@ -187,21 +187,10 @@ class RouterLoss:
         rows[:, :real] = mask
         return rows.view(-1, 1)
 
-    @torch.no_grad()
-    def count(self, logits: Tensor, rows: Tensor | None) -> None:
-        """Add a router's logits [rows, E] to the sums, unless the forward is complete."""
-        if self._is_complete:
-            return
-        choices, probabilities, squares, number = self._parts
-        wide = logits.to(accumulate_dtype(logits.dtype))
-        weights = torch.ones_like(wide[:, :1]) if rows is None else rows
-        weights = weights.double()
-        # As in transformers: ties are decided in the dtype of the logits.
-        chosen = logits.softmax(-1).topk(self.routers.top_k, -1).indices
-        choices.index_add_(0, chosen.flatten(), weights.expand(chosen.shape).flatten())
-        probabilities += (wide.softmax(-1).double() * weights).sum(0)
-        squares += (wide.logsumexp(-1, keepdim=True).double().square() * weights).sum()
-        number += weights.sum()
+    def count(self, counts: Tensor) -> None:
+        """Add the counts of some rows (`counts_of`), unless the forward is complete."""
+        if not self._is_complete:
+            self._sums += counts
 
     def complete(self, add_up: Callable[[Tensor], Any] | None) -> None:
         """End the forward. `add_up` sums a tensor over the ranks that share the sequence, in place;
@@ -234,6 +223,23 @@ class RouterLoss:
         return found.to(logits.dtype)
 
 
+@torch.no_grad()
+def counts_of(routers: Routers, logits: Tensor, rows: Tensor | None) -> Tensor:
+    """Return sums over a router's logits [rows, E], in float64: the choices of each expert, the
+    probability of each expert, the squared logsumexps, and the rows; `rows` [rows, 1] weighs
+    them."""
+    weights = torch.ones_like(logits[:, 0], dtype=torch.float64) if rows is None else rows[:, 0]
+    wide = logits.to(accumulate_dtype(logits.dtype))
+    # As in transformers: ties are decided in the dtype of the logits.
+    chosen = logits.softmax(-1).topk(routers.top_k, -1).indices.flatten()
+    choices = torch.zeros(routers.experts, dtype=torch.float64, device=logits.device)
+    choices.index_add_(0, chosen, weights.double().repeat_interleave(routers.top_k))
+    normal = wide.softmax(-1).mul_(weights.to(wide.dtype)[:, None])
+    squares = wide.logsumexp(-1).double().square() @ weights.double()
+    last = torch.stack((squares, weights.sum(dtype=torch.float64)))
+    return torch.cat((choices, normal.sum(0, dtype=torch.float64), last))
+
+
 # The running step's losses, by router.
 _RUNNING: dict[nn.Module, RouterLoss] = {}
 
@@ -247,19 +253,24 @@ def counted(losses: RouterLoss | None) -> AbstractContextManager[None]:
 def hooks(model: PreTrainedModel) -> Iterator[Part]:
     """Yield the attributes that put a hook on every router whose loss the model adds."""
     routers = routers_of(model)
-    for router, place in () if routers is None else routers.logits.items():
-        yield router._forward_hooks, "farspan", partial(_hook, router, place)
+    if routers is None:
+        return
+    for router, place in routers.logits.items():
+        yield router._forward_hooks, "farspan", partial(_hook, routers, router, place)
 
 
-def _hook(router: nn.Module, place: int, _: nn.Module, __: Any, output: Any) -> Any:
+def _hook(
+    routers: Routers, router: nn.Module, place: int, _: nn.Module, __: Any, output: Any
+) -> Any:
     """Count a router's logits, and return its output with the loss's gradient attached."""
     losses = _RUNNING.get(router)
     outputs = list(output) if isinstance(output, tuple) else [output]
     logits = outputs[place if isinstance(output, tuple) else 0]
     logits = logits.flatten(0, -2)
     rows = None if losses is None else losses.rows(logits)
+    counts = counts_of(routers, logits, rows)  # also where memory is measured without a step
     if losses is not None:
-        losses.count(logits, rows)
+        losses.count(counts)
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return None
     number = next((n for n, x in enumerate(outputs) if _is_read(x) and n != place), None)
