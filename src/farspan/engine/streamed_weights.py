@@ -121,7 +121,7 @@ class StreamedWeights:
 
     def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Move the model to main memory, in place; steps compute on the device of `stages`. Raises
-        UnsupportedError for parameters that hold more than numbers, or that layers share."""
+        UnsupportedError for parameters that layers share, or whose class may hold other data."""
         packed = format_of(stages.model.config) or {}
         by = packed.get("quant_method", BITSANDBYTES)
         if by != BITSANDBYTES:  # some keep numbers in buffers, too
@@ -215,7 +215,7 @@ class StreamedWeights:
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """Return the model's description with each layer's weights and bytes on this stage."""
+        """Return the model's description, with each layer's weights and bytes on this stage."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
