@@ -207,7 +207,7 @@ class KVPrefix:
     here: _PendingBlock | None = None  # block in use
 
     def begin(self, spans: Iterable[Span]) -> None:
-        """Start fetching the first of `spans` (token ranges, in reading order) if on the host."""
+        """Start fetching the first `spans` (token ranges, in reading order) if K, V are on host."""
         if self.on_host(self.keys_in):
             self.spans = iter(spans)
             for _ in names.KV_BLOCKS:
@@ -301,8 +301,7 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """Return views of all tokens in one of the layer's buffers, in place if it is on the
-        host."""
+        """Return views of all tokens in a buffer of the layer, in place even if on the host."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)

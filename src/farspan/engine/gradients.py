@@ -282,7 +282,7 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class AccumulatingLinears(Linears):
-    """Forwards for linear modules whose backward adds weight gradients directly to the sums."""
+    """Forwards of linear modules; their backwards add weight gradients directly to the sums."""
 
     adds: bool = True  # products add to sums; False: autograd returns the gradients
     gradients: GradientAccumulator | None = None  # of the running step
@@ -300,8 +300,8 @@ class AccumulatingLinears(Linears):
         return out
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the linear modules gate and up on x. In the backward, the second product adds to the
-        first's gradient of x; autograd would write two gradients, and add them into a third."""
+        """Run the linear modules gate and up on x. Their backward adds both gradients of x in one
+        tensor; autograd would write two, and their sum to a third."""
         both = (gate, up)
         if not all(self.adds and self._may(m, x) and m.bias is None for m in both):
             return gate(x), up(x)

@@ -173,7 +173,7 @@ def estimate_memory(
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """Raise the errors of `refuse_too_large` from a lower bound, before the model is profiled."""
+    """Raise `refuse_too_large`'s errors by a lower bound of memory, before the profile is known."""
     program = step.program(batch, tokens)
     static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)

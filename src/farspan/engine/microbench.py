@@ -121,8 +121,8 @@ class Bench:
 
     def _under_load(self, call: Call, first: float) -> float:
         """Return the seconds of a call when calls follow each other without pause. A GPU lowers its
-        clock at its power limit, some tenths of a second after work begins: an H200 then makes 690
-        TFLOP/s of the 740 of its first products, and 530 of 590 in the backward of attention."""
+        clock at its power limit, some tenths of a second after work begins: an H200 falls from 740
+        to 690 TFLOP/s in products, and from 590 to 530 in the backward of attention."""
         repeats = math.ceil(self.effort.loaded / 2 / first)
         self._run(call, repeats)
         return self._run(call, repeats)

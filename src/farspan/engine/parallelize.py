@@ -135,7 +135,7 @@ class ShardedModel:
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
         """Sum, over tensor-parallel ranks, the gradients of parameters that are not sliced: each
-        rank has the part of its tokens or heads."""
+        rank has computed only the part from its own tokens or heads."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -151,8 +151,7 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 def inside(model: nn.Module) -> Look:
     """Return a description to compare models by, without attributes that trainers and loaders set
-    on the whole model, such as a `forward` or device map, but with numbers, such as a logit
-    scale."""
+    on the whole model, such as a `forward` or device map. Numbers, such as a logit scale, stay."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))

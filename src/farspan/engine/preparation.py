@@ -266,8 +266,8 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """If `whole_on` has ranks, keep all weights on each, and sum gradients over them.
-        Collective."""
+        """If ranks are given (`whole_on`), keep all weights on each of them, and sum gradients over
+        them. Collective."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)

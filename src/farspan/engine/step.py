@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class _OfPart(Generic[Value]):
-    """Attribute that reads and writes an attribute of a step's part, such as `runner.progress`."""
+    """Descriptor that reads and writes an attribute of a step's part, such as `runner.progress`."""
 
     def __init__(self, path: str) -> None:
         self._found = attrgetter(path)

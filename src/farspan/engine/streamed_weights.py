@@ -96,8 +96,8 @@ class _StreamedUnit:
 
     def lay_out(self) -> None:
         """Assign each parameter an offset, without gaps. Parameters are placed by the largest power
-        of two that divides their bytes, up to 4 KiB, largest first: so each begins where the widest
-        loads can, whatever the dtypes."""
+        of two that divides their bytes, up to 4 KiB, largest first: so each is aligned for the
+        widest loads, whatever the dtypes."""
         sizes = [(p, [part.nbytes for part in parts_of(p.own)]) for p in self.parameters]
         for p, of in sizes:
             p.offsets = [0] * len(of)

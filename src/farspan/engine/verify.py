@@ -529,7 +529,8 @@ def _errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
 
 
 def _error(result: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the L2 error over the norm of `expected`, at least `least`; infinite for NaN."""
+    """Return the L2 error divided by the norm of `expected` (or by `least`, if that is larger);
+    infinite for NaN."""
     result, expected = result.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
     error = float((result - expected).norm())
