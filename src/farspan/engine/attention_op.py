@@ -398,8 +398,7 @@ class AttentionContext:
         return self.blocks[key]
 
     def runs(self, chunk: int) -> Sequence[tuple[Run, ...]] | None:
-        """Return, per row, ranges of queries in one document each; None if a row is one
-        document."""
+        """Return, per row, ranges of queries of one document; None if each row is one document."""
         rows, (start, stop) = self.inputs.documents, self.queries(chunk)
         if rows is None or start == stop:
             return None
