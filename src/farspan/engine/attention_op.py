@@ -103,7 +103,8 @@ class ChunkAttention:
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange q, k, v of this rank's tokens for those of its heads, and write K, V."""
+        """Return q, k, v of this rank's heads for the tokens of all ranks, from those of all heads
+        for this rank's tokens, and write K, V to the chunk's buffer."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
                 self.write(*exchange.to_heads(k, v))
@@ -118,7 +119,7 @@ class ChunkAttention:
         return q.contiguous() if self.graph else q, k, v
 
     def kv_at_hand(self) -> tuple[Tensor, Tensor] | None:
-        """Return K, V of this rank's heads if an earlier pass left them in a device buffer."""
+        """Return the chunk's K, V if its first forward left them in a device buffer, or None."""
         if self.at_hand is None:
             return None
         return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
@@ -169,7 +170,7 @@ class ChunkAttention:
         prefix: KVPrefix | KVHeads,
         sinks: Tensor | None,
     ) -> AttentionGradients:
-        """Return dq, dk, dv, dsinks for these q, k, v; add dK, dV of earlier chunks to sums."""
+        """Return dq, dk, dv, dsinks for these q, k, v; add dK, dV of earlier keys to sums."""
         whole = self.key_values
         if isinstance(self.spread, Ring):
             return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)
@@ -180,20 +181,20 @@ class ChunkAttention:
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
-        """Return the whole dK, dV of the chunk's keys: the given part plus later chunks' sums."""
+        """Return the chunk's whole dK, dV: the given parts plus sums from later chunks' queries."""
         assert self.own_dkv is not None
         later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return the exchange of heads in pieces during attention, or None if in one piece."""
+        """Return the exchange of heads during attention on other heads; None if all go at once."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
 
 
 class _Attend(torch.autograd.Function):
-    """Autograd function of a chunk's attention; its backward adds dK, dV of earlier chunks."""
+    """Autograd function of a chunk's attention; its backward adds earlier keys' dK, dV to sums."""
 
     @staticmethod
     def forward(
@@ -333,7 +334,7 @@ class AttentionContext:
         return cell
 
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
-        """Set the buffers of a cell's backward, and start fetching keys and sums of dK, dV."""
+        """Give a cell its backward's buffers; start fetching earlier K, V and sums of dK, dV."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
         self._fetch(cell, i.layer, i.chunk)
         if cell.far is not None:
@@ -436,7 +437,8 @@ class AttentionContext:
             cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
-        """Return the exchange of this rank's tokens (all heads) for its heads (all tokens)."""
+        """Return the object that exchanges q, k, v of this rank's tokens (all heads) for those of
+        its heads (all tokens)."""
         assert self.ranks is not None
         ulysses = None
         if rank.layout.ulysses > 1:
@@ -445,7 +447,7 @@ class AttentionContext:
         return HeadExchange(ulysses, rank.layout.tensor * self.is_padding(chunk))
 
     def _spread(self, rank: Rank, layer: int, chunk: int) -> KVShards | Ring | None:
-        """Return attention to keys that are spread over ranks; None if this rank has all keys."""
+        """Return the object that attends to keys of several ranks; None if this rank has all."""
         assert self.ranks is not None
         ring = None
         if rank.layout.ring > 1:

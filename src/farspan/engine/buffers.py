@@ -92,8 +92,8 @@ class ProgramBuffers:
         return views
 
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
-        """Return a chunk's K, V [C, B, Hk, D], x [B, C, hidden] or O [B, C, H, Dv], LSE [B, H, C],
-        as the buffer's kind has them."""
+        """Return a chunk's tensors by name. By the buffer's kind they are K, V [C, B, Hk, D]; x [B,
+        C, hidden]; or O [B, C, H, Dv] and LSE [B, H, C]."""
         buffer = self.program.buffers[name]
         span = self._rows_of[buffer.kind][chunk]
         rows = self.rows(name, span, layer, at_start=is_slot(buffer))
@@ -102,7 +102,7 @@ class ProgramBuffers:
         return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
 
     def cell(self, name: str, chunk: int) -> Tensor:
-        """Return the bytes of one chunk in a buffer of saved activations, uint8."""
+        """View the part of one chunk in a buffer of saved activations as uint8 [bytes]."""
         buffer = self.program.buffers[name]
         start, stop = cell_place(self.program, buffer, chunk)
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
@@ -172,8 +172,8 @@ class StagingBuffers:
         }
 
     def take(self, ring: tuple[str, ...], hazard: Hazard) -> StagingBuffer:
-        """Return the staging buffer used longest ago, for K, V or for dK, dV as `ring` names; later
-        fetches wait until its last use has ended."""
+        """Return the staging buffer used longest ago, of those for the tensors named in `ring` (K,
+        V or dK, dV); later fetches wait until its last use has ended."""
         slots = self._rings[ring]
         slots.rotate(-1)
         slot = slots[-1]
@@ -207,7 +207,7 @@ class KVPrefix:
     here: _PendingBlock | None = None  # block in use
 
     def begin(self, spans: Iterable[Span]) -> None:
-        """Start fetching the first of `spans` (token ranges, in reading order) if on the host."""
+        """Start fetching the first `spans` (token ranges, in reading order) if K, V are on host."""
         if self.on_host(self.keys_in):
             self.spans = iter(spans)
             for _ in names.KV_BLOCKS:
@@ -301,7 +301,7 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """Return all tokens of one of the layer's buffers; a device reads host memory in place."""
+        """Return views of all tokens in a buffer of the layer, in place even if on the host."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)

@@ -285,7 +285,7 @@ def here(
 
 
 def _basis(record: dict[str, Any], device: torch.device) -> str | None:
-    """Return text that identifies a measurement's hardware and versions; None if not recorded."""
+    """Return text that identifies a record's hardware and versions; None for an empty record."""
     if not record:
         return None
     on_cpu = device.type == "cpu"
@@ -396,8 +396,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _cell_seconds(bench: Bench) -> float:
     """Return the seconds that the CPU takes to launch a cell's operations, from steps of a tiny
-    model. On a GPU it has chunks that vendors' attention kernels accept. On a CPU, which also
-    computes, chunks have a few tokens."""
+    model. On a GPU the model's chunks have a length that vendors' attention kernels take; on a CPU,
+    which also computes the chunks, a few tokens."""
     dtype, chunk = torch.bfloat16, bench.effort.chunk
     if bench.on_cpu:
         dtype, chunk = torch.float32, 16

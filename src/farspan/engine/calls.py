@@ -56,7 +56,7 @@ class Calls:
 
     @property
     def router_loss(self) -> Tensor:
-        """Router losses of the latest call, by their coefficients."""
+        """Sum of the latest call's router losses, each times its coefficient."""
         routers = self.models.now.routers
         balance = 0.0 if routers is None else routers.balance
         losses = self._losses()
@@ -127,7 +127,7 @@ class Calls:
         is_cut: bool = False,
     ) -> PreparedProgram:
         """Return the program for a batch of this shape; with "auto" the planner first chooses a
-        schedule. Scale RoPE for the longest sequence of all replicas, since they form one batch."""
+        schedule. RoPE that varies with length is set for the longest sequence of all replicas."""
         if self.planner is not None:
             run = RunSpec(batch, tokens)
             self._choose(self.planner, run, _VALUES if is_cut else Objective())
@@ -185,8 +185,8 @@ class Calls:
     def routing(
         self, inputs: StepInputs, attention_mask: Tensor | None, share: float = 1.0
     ) -> StepInputs:
-        """Return the inputs with sums for the routers' losses, if the model adds any. The call adds
-        this `share` of them to its loss."""
+        """Return the inputs, with an object that computes the router losses if the model has these.
+        The call adds `share` times these losses to its loss."""
         model = self.models.now
         self.routers = self.router_losses = None
         if model.routers is None:

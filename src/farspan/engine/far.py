@@ -1,5 +1,5 @@
-"""Sparse attention as the engine sees it: the functions that the package farspan.sparse, which is
-above the engine and implements `farspan.attention.far`, provides."""
+"""Functions by which the engine gets sparse attention. The package farspan.sparse provides them: it
+imports the engine, not the reverse, and implements `farspan.attention.far`."""
 
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ class FarStep(Protocol):
         share of attention weight that falls on the chosen pages, in one cell."""
 
     def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Allocate the device memory that stays between runs, and return its bytes."""
+        """Allocate the device memory that sparse attention keeps between runs; return its bytes."""
 
 
 def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | None:
@@ -39,7 +39,7 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
 
 
 def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch.dtype) -> Function:
-    """Return the attention function of a step in `dtype`, for plain autograd to compute as well."""
+    """Return the attention of a step in `dtype`, in a form that plain autograd runs as well."""
     if schedule.sparse is None:
         return Function(schedule, dtype)
     found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)

@@ -54,13 +54,13 @@ def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
 
 @contextmanager
 def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Run the body so that autograd gives each parameter's gradient in the parameter's dtype,
-    without hooks and `grad_dtype`. Hooks have to see a call's whole gradient, of all chunks.
-    Gradients are widened as they are added: a cast before would take 18 bytes per element instead
-    of 10, and hold a layer's gradients in fp32 next to the sums."""
+    """Run the body with the parameters' hooks and `grad_dtype` off, so that autograd gives each
+    gradient in the parameter's dtype. Hooks run later, on the gradient of all chunks."""
     parameters = list(parameters)
     wide = [p for p in parameters if p.dtype != p.grad_dtype == accumulate_dtype(p.dtype)]
     hooked = [p for p in parameters if p._backward_hooks]
+    # Gradients are widened as they are added: a cast before would take 18 bytes per element instead
+    # of 10, and hold a layer's gradients in fp32 next to the sums.
     narrow: list[Part] = [(parameter, "grad_dtype", None) for parameter in wide]
     with put_in(narrow + [(parameter, "_backward_hooks", None) for parameter in hooked]):
         yield
@@ -94,9 +94,9 @@ def call_accumulated(parameters: Iterable[nn.Parameter]) -> None:
 class GradientAccumulator:
     """Sums of weight gradients over chunks, which are added to `.grad` as by `loss.backward()`. A
     parameter whose gradient dtype (`grad_dtype`, or the parameter's) is fp32 or wider has its sum
-    in `.grad` itself; any other has an fp32 sum until its group of layers is finished. If gradients
-    are summed over ranks, all parameters have a sum, which `reduce` adds over ranks. Parameters
-    with hooks (`hooked`) get their gradient at the end of the call."""
+    in `.grad` itself; any other has an fp32 sum until its group of layers is finished. With
+    `reduce`, which adds sums over ranks, no sum is in `.grad`. Parameters with hooks (`hooked`) get
+    their gradient at the end of the call."""
 
     def __init__(self, reduce: Reduce | None = None, hooked: Iterable[nn.Parameter] = ()) -> None:
         self.received: dict[nn.Parameter, None] = {}  # parameters with a gradient, in order
@@ -238,8 +238,8 @@ def differentiate(
     graph_inputs: Iterable[GraphInput] = (),
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Return the gradients of a cell's weights and of its input. `out_gradients` has the gradients
-    of the output and of the tensors `left` to the next chunk; the list is emptied so that autograd
-    can free each. Gradients of other inputs are in `graph_inputs` afterwards."""
+    of the output and of the state tensors `left` for the next chunk; the list is emptied, so that
+    autograd can free each tensor. Gradients of other inputs arrive in `graph_inputs`."""
     gradients = torch.autograd.grad(
         [graph.out, *left],
         [
@@ -259,10 +259,10 @@ PROBE_ROWS = 16  # rows and columns of the probed product
 
 @cache
 def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device can add a product of this dtype to a wider sum in one kernel, by
-    trying: cuBLAS can since PyTorch 2.11. False on CPUs: plans count autograd's gradients there."""
+    """Return whether the device can add a product of this dtype to a wider sum in one kernel, found
+    by trying one: cuBLAS can since PyTorch 2.11. False on CPUs."""
     if device.type != "cuda":
-        return False
+        return False  # plans count autograd's gradients there
     x = (
         torch.arange(PROBE_ROWS * PROBE_ROWS, device=device)
         .view(PROBE_ROWS, PROBE_ROWS)
@@ -282,7 +282,7 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class AccumulatingLinears(Linears):
-    """Forwards for linear modules whose backward adds weight gradients directly to the sums."""
+    """Forwards of linear modules; their backwards add weight gradients directly to the sums."""
 
     adds: bool = True  # products add to sums; False: autograd returns the gradients
     gradients: GradientAccumulator | None = None  # of the running step
@@ -300,8 +300,8 @@ class AccumulatingLinears(Linears):
         return out
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the linear modules gate and up on x. In the backward, the second product adds to the
-        first's gradient of x; autograd would write two gradients, and add them into a third."""
+        """Run the linear modules gate and up on x. Their backward adds both gradients of x in one
+        tensor; autograd would write two, and their sum to a third."""
         both = (gate, up)
         if not all(self.adds and self._may(m, x) and m.bias is None for m in both):
             return gate(x), up(x)
@@ -309,11 +309,11 @@ class AccumulatingLinears(Linears):
         return out
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
-        """Run the MLP's last linear module, or skip its product if no instruction reads the layer's
-        output. A 7B layer that runs again for its backward then has 29% fewer products; the
-        backward of the gate computes act(gate) * up. The skipped output is NaN."""
+        """Run the MLP's last linear module. If no instruction reads the layer's output, as when the
+        layer runs again only for its backward, skip the product and return NaN."""
         if not (self.unread and self._may(down, gate)):
             return Linears.last(self, down, gate, up, act)
+        # 29% fewer products in a 7B layer; the backward of the gate computes act(gate) * up.
         return _Unread.apply(gate, up, down.weight, down.bias, act, self)
 
     def _may(self, module: nn.Module, x: Tensor) -> bool:
@@ -326,7 +326,7 @@ class AccumulatingLinears(Linears):
         return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
-        """Add a weight's gradient to its sum and return None, or return it for autograd to add."""
+        """Add dout.T @ x to a weight's gradient sum, or return it for autograd if not `adds`."""
         if not self.adds:
             return dout.t() @ x
         assert self.gradients is not None, "no step runs"

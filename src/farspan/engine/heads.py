@@ -146,8 +146,9 @@ class ValueHead:
         gradients: GradientAccumulator,
         head_gradients: GradientAccumulator,
     ) -> Tensor:
-        """Return the gradient of `hidden` from the gradient of the values, `dvalues` [B, C, k], or
-        of the first value, [B, C, 1]. Add weight gradients to those of the model or of the head."""
+        """Return the gradient of `hidden` from `dvalues`, the gradient of all values [B, C, k], or
+        of the first value alone [B, C, 1]. Add weight gradients of the model to `gradients`, and of
+        the head's own parameters to `head_gradients`."""
         if self.plain is not None and dvalues.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -dvalues[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)

@@ -494,7 +494,7 @@ class Interpreter:
         self.registers.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
-        """Return the bytes planned for a cell's saved tensors; a shared slot may be larger."""
+        """View the bytes planned for a cell's saved tensors, without the rest of a larger slot."""
         assert i.activations is not None
         start, stop = cell_place(
             self.program, self.program.buffers[names.activations(i.layer)], i.chunk
@@ -559,7 +559,8 @@ class Interpreter:
     def _named(
         self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
     ) -> dict[str, Tensor]:
-        """Return the tensors that a saved graph does not copy but finds by name in its backward."""
+        """Return tensors of a saved graph that stay in their buffers, by the name under which its
+        backward finds them: the layer's input and the attention's output."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
@@ -576,7 +577,7 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return position ids of a layer's attention call, with tensor-parallel ranks' tokens."""
+        """Return position ids of a layer's call, of the tokens in this tensor-parallel group."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

@@ -61,9 +61,9 @@ def select_kernel(
 ) -> BlockKernel:
     """Return the fastest exact kernel for heads of these sizes, or the chosen kernel. Vendor
     kernels need a CUDA `capability` of (8, 0) or more; heads of widths that they do not take are
-    padded (`Padded`). cuDNN's backward is not deterministic, so it is left out under
-    `torch.use_deterministic_algorithms`, and after `torch.backends.cuda.enable_cudnn_sdp(False)`.
-    `queries` are the lengths of whole chunks. Raises UnsupportedError for a dtype that is no
+    padded (`Padded`). cuDNN is left out under `torch.use_deterministic_algorithms`, as its backward
+    is not deterministic, and if `torch.backends.cuda.enable_cudnn_sdp(False)` was called. `queries`
+    are the token counts of chunks (`chunk_lengths`). Raises UnsupportedError for a dtype that is no
     floating type of 16 bits or more, and for a chosen kernel that cannot run here."""
     half = dtype in (torch.bfloat16, torch.float16)
     if not half and dtype not in (torch.float32, torch.float64):
@@ -419,7 +419,8 @@ def refuse_cublas(device: torch.device) -> None:
 
 
 def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
-    """Return the token counts of whole chunks, of a shorter last chunk, and of ranks' parts."""
+    """Return the token counts of whole chunks and of a shorter last chunk; for chunks of more than
+    `most` tokens, those of the parts of at most `most` tokens that one attention call takes."""
     ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
     found = {length for length in ends if length <= most}
     for length in ends - found:

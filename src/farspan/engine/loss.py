@@ -41,7 +41,7 @@ class StepInputs:
 
     @property
     def place(self) -> Draws | None:
-        """The range of tokens that modules are called with next, if any of them needs it."""
+        """Random draws, with the tokens of the next module calls; None if no module needs them."""
         return self.draws if self.routers is None else self.routers.place
 
     @property
@@ -265,8 +265,8 @@ class LossHead:
         return self.fused and fused_for(logits.device, logits.dtype)
 
     def _smoother(self, rows: Tensor, targets: Tensor) -> Tensor | None:
-        """Return what label smoothing adds to each loss, [n]; None without it. Of a label y it is
-        `smoothing * (logit of y - mean of the logits)`."""
+        """Return what label smoothing adds to each token's loss, [n]: `smoothing * (logit of the
+        label - mean of the logits)`. None if labels are not smoothed."""
         if not self.smoothing:
             return None
         wide, known = accumulate_dtype(rows.dtype), targets != IGNORED
@@ -319,7 +319,7 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Add every storage that autograd saves in the body to `storages`: no one may overwrite it."""
+    """Add storages that autograd saves in the body to `storages`: they must not be overwritten."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

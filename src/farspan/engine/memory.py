@@ -173,7 +173,7 @@ def estimate_memory(
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """Raise the errors of `refuse_too_large` from a lower bound, before the model is profiled."""
+    """Raise `refuse_too_large`'s errors by a lower bound of memory, before the profile is known."""
     program = step.program(batch, tokens)
     static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
@@ -181,8 +181,8 @@ def refuse_known(step: Step, batch: int, tokens: int) -> None:
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
     """Raise the same error on all ranks if the step does not fit one of them; all ranks call it.
-    Raises TooLarge if the host cannot hold the step and `optimizer` bytes of optimizer states, or
-    these exceed `step.host_room`, and DeviceTooSmall if the GPU cannot hold the new bytes."""
+    Raises DeviceTooSmall if a GPU cannot hold what the first step allocates, and TooLarge if main
+    memory or `step.host_room` cannot; on a CPU, `optimizer` bytes of optimizer states count too."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
     _refuse_too_small(step.stages.device, expected, ranks)
     needed = expected.new_host

@@ -91,7 +91,7 @@ GLANCE = Effort(
 @dataclass(slots=True)
 class Bench:
     """Timer of calls on one device. `looks` has the fastest time of each call in each pass, by the
-    call's field in the machine file and its size."""
+    field of the machine file that the call measures and by the call's size."""
 
     device: torch.device
     effort: Effort
@@ -121,14 +121,15 @@ class Bench:
 
     def _under_load(self, call: Call, first: float) -> float:
         """Return the seconds of a call when calls follow each other without pause. A GPU lowers its
-        clock at its power limit, some tenths of a second after work begins: an H200 then makes 690
-        TFLOP/s of the 740 of its first products, and 530 of 590 in the backward of attention."""
+        clock at its power limit, some tenths of a second after work begins: an H200 falls from 740
+        to 690 TFLOP/s in products, and from 590 to 530 in the backward of attention."""
         repeats = math.ceil(self.effort.loaded / 2 / first)
         self._run(call, repeats)
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """Return twice the fastest seconds of `short` minus the fastest seconds of `long`."""
+        """Return 2 * short - long, in seconds: the part of `long` that `short` does not halve. Both
+        are the fastest of runs by turns."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)
@@ -198,7 +199,7 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield products y = x W.T and dx = dy W of linear layers, x [4w, w], W [w, w], w rising."""
+    """Yield calls of growing w that compute y = x W.T and dx = dy W for x [4w, w], W [w, w]."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 
@@ -210,7 +211,7 @@ def products(bench: Bench, dtype: torch.dtype) -> Points:
 
 
 def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield a linear layer's product dW = dy.T x for the shapes of `products`."""
+    """Yield calls that compute a linear layer's dW = dy.T x for the shapes of `products`."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
         yield size, 1, partial(torch.matmul, dy.t(), x)
@@ -295,20 +296,21 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
 
 
 def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> float:
-    """Return the seconds of softmax per query, key and head, recorded for the field `name`. Heads
-    half as wide take half of the products' time p, and all of the softmax's time s: t = p + s with
-    wide heads, p / 2 + s with narrow heads. Both run by turns, since their difference is small."""
+    """Return the seconds of softmax per query, key and head, recorded for the field `name`: from
+    the times of attention with whole and with half head width."""
     tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
     wide, narrow = (
         attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)
     )
+    # Heads half as wide take half of the products' time p, and all of the softmax's time s:
+    # t = p + s, and p / 2 + s. Both run by turns, since their difference is small.
     found = bench.difference(name, wide.call(backward=backward), narrow.call(backward=backward))
     return max(0.0, found) / (wide.pairs * wide.heads)
 
 
 def workspace(bench: Bench, dtype: torch.dtype) -> float:
-    """Return the bytes that an attention backward allocates internally, per query or key, head and
-    element of a head: the larger of a call with and one without a mask."""
+    """Return the bytes that an attention backward allocates internally, per token (queries plus
+    keys), head and element of a head: the larger of a call with a mask and one without."""
     return max(_workspace(bench, dtype, causal=causal) for causal in (False, True))
 
 

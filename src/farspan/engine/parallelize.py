@@ -75,7 +75,7 @@ class ShardedModel:
 
     @property
     def rank(self) -> Rank:
-        """This rank, in the layout of its programs: without FSDP if weights are whole."""
+        """This rank, in its programs' layout: without FSDP if every rank has whole weights."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
@@ -135,7 +135,7 @@ class ShardedModel:
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
         """Sum, over tensor-parallel ranks, the gradients of parameters that are not sliced: each
-        rank has the part of its tokens or heads."""
+        rank has computed only the part from its own tokens or heads."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -150,8 +150,8 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
 def inside(model: nn.Module) -> Look:
-    """Return a description of the model without attributes that trainers and loaders set on the
-    whole model, such as a `forward` or device map. Its numbers, such as a scale of logits, stay."""
+    """Return a description to compare models by, without attributes that trainers and loaders set
+    on the whole model, such as a `forward` or device map. Numbers, such as a logit scale, stay."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -200,8 +200,8 @@ def _text_of(value: object) -> str:
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Return texts and tensors, with names that begin with `name`, by which ranks compare a
-    function and the values that it refers to, except weights of `model`."""
+    """Return what ranks compare of a function and of the values that it refers to, except weights
+    of `model`: texts and tensors, each under a name that begins with `name`."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):
@@ -311,7 +311,7 @@ def _layout_of(layout: Layout, stage: Stage) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """Results of inspecting a model: its sizes, and its modules that run on tiles of tokens."""
+    """A model's sizes, and its modules that run on tiles of tokens."""
 
     spec: ModelSpec
     tiles: tuple[tuple[Tokenwise, ...], ...]
@@ -324,7 +324,8 @@ def _inspect(
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Inspect a model that will run on `device`. Raises UnsupportedError if not shardable."""
+    """Return the sizes and tiled modules of a model on `device`. Raises UnsupportedError if the
+    model cannot be sharded."""
     if layout.tensor == 1:
         fuse(stages, kernels, device)
     spec = describe(stages, device)
@@ -339,7 +340,7 @@ def _inspect(
 def _inspected(
     ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """Inspect the model on every rank, after comparing models. Raises UnsupportedError."""
+    """Return what `inspect` returns, after ranks have compared models. Raises UnsupportedError."""
     with ranks.agreement("parallelize: comparing the models") as same:
         same.add({"model": described(inside(stages.model), stages)})
         same.add(weight_facts(stages.model))

@@ -76,7 +76,7 @@ class PreparedModel:
     _accepted: set[bool] = field(default_factory=set)  # whether it may be trained, and evaluated
 
     def accept(self, *, trains: bool) -> None:
-        """Raise UnsupportedError if the model cannot be trained or, without `trains`, evaluated."""
+        """Raise UnsupportedError if the model cannot be trained or evaluated, as `trains` says."""
         if trains in self._accepted:
             return
         model = self.stages.model
@@ -266,8 +266,8 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """Register the ranks of `whole_on`: each keeps all weights, and gradients are summed over
-        ranks. Collective; does nothing without such ranks."""
+        """If ranks are given (`whole_on`), keep all weights on each of them, and sum gradients over
+        them. Collective."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
@@ -296,7 +296,7 @@ class Preparations:
 
     def accept(self, *, trains: bool) -> PreparedModel:
         """Return the prepared model, prepared again if it has changed. Raises UnsupportedError if
-        it cannot be prepared, or cannot be trained (without `trains`, evaluated)."""
+        it cannot be prepared or, as `trains` says, trained or evaluated."""
         was = self.now
         seen = _look_at(self.model, was.stages, self.sharded)
         if self.sharded is not None:

@@ -173,7 +173,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Options of running a cell; their combination has a name in profiles (`form`)."""
+    """Options of measuring a cell; `form` gives each combination its name in profiles."""
 
     graph: bool = False
     kept: bool = False
@@ -465,7 +465,7 @@ def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
 
 
 def _is_skippable(measured: _Subject, layer: int) -> bool:
-    """Return whether no norm follows the MLP, so its output is only added to the residual."""
+    """Return whether the MLP's output is only added to the residual, as no norm follows it."""
     children = measured.stages.layers[layer].children()
     norms = [c for c in children if {p.ndim for p in c.parameters()} == {1}]
     return len(norms) <= 2
@@ -576,7 +576,7 @@ class _Outside:
         return CellTape(meter).read()
 
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
-        """Return the head's peak bytes, as a function of the tokens of a chunk and of a piece."""
+        """Return the head's peak bytes, by the tokens of a chunk and of the piece with logits."""
         passes = [
             self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
             for tokens, piece in CHUNKS_AND_PIECES

@@ -244,8 +244,8 @@ class SparedLayers(Layers):
 
 @dataclass(slots=True)
 class CellPass:
-    """Measurements of a cell's forward or backward: bytes alive at each mark, and after each
-    allocation since a mark, by the mark's name."""
+    """Measurements of a cell's forward or backward: `marks` has the bytes alive at each named mark
+    in the run; `moments` has those after each allocation between a mark and the next."""
 
     moments: dict[str, list[int]]
     marks: dict[str, int]
@@ -284,8 +284,9 @@ Lengths = Sequence[tuple[int, ...]]
 
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
-    """Return the line through sizes at two lengths, or the plane through sizes at three lengths
-    (tokens of chunk and of piece), each of which differs from the previous one in one number."""
+    """Return constant and slopes of the linear function that gives these sizes at these lengths. A
+    length is (tokens,), or (tokens of chunk, of piece) with two slopes; from each length to the
+    next, one number changes."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]
@@ -296,8 +297,9 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
 
 
 def peak_of(lengths: Lengths, passes: Sequence[list[int]]) -> Peak:
-    """Return one line for each allocation if all lengths have equally many, else one line through
-    the peaks. Lines that fall as pieces grow are of remainders, and left out: pieces need more."""
+    """Return the functions of length (`line_of`) whose maximum is the peak: one per allocation, or
+    one of the peaks if lengths differ in the number of allocations. One that falls as pieces grow
+    is of a shorter last piece, and left out: whole pieces need more."""
     if len({len(moments) for moments in passes}) == 1:
         lines = (line_of(lengths, sizes) for sizes in zip(*passes, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)

@@ -214,8 +214,8 @@ class Recurrent:
         return states
 
     def _pieces(self, layer: int, chunk: int) -> Iterator[_DocumentPiece]:
-        """Yield the chunk's pieces of one document each, row by row; rows with the same bounds come
-        together. Layers without a state run over all documents at once."""
+        """Yield the chunk's pieces, each of one document; neighbouring batch rows with the same
+        bounds share pieces. Layers without a state run over all documents at once."""
         start, stop = self.program.chunks[chunk]
         rows, first = self.attention.runs(chunk), 0
         if rows is None or not self.program.model.layers[layer].state:
@@ -229,7 +229,7 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """Return the arguments of a layer's call on `tokens` tokens: a piece, and maybe padding."""
+        """Return the arguments of a layer's call on a piece, padded to `tokens` tokens."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens
@@ -251,7 +251,8 @@ class Recurrent:
         return prefix
 
     def _spans(self, chunk: int, name: str) -> list[Span]:
-        """Return the token range of the previous chunk; if on the host, in blocks to fetch."""
+        """Return the previous chunk's token range; if its buffer is on the host, cut into the
+        ranges that are fetched one by one."""
         start, stop = self.program.share.keys.rows[chunk - 1]
         if self.program.buffers[name].tier is Tier.DEVICE:
             return [(start, stop)]
@@ -264,7 +265,7 @@ class Recurrent:
 
 
 def _held(rows: Tensor, state: StateTensor) -> Tensor:
-    """Return a view of a layer's state, stored from the first element of a chunk's rows on."""
+    """View a layer's state in `rows`, a chunk's rows of a buffer, which begin with the state."""
     batch = rows.shape[1]
     return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
 

@@ -124,8 +124,8 @@ class Approximation:
 
 @dataclass(slots=True)
 class Function:
-    """Attention function that a step computes, for plain autograd to compute as well. This class is
-    dense attention; sparse attention overrides its methods."""
+    """A step's attention, in a form that plain autograd runs. This class is dense attention; sparse
+    attention overrides its methods."""
 
     schedule: Schedule
     dtype: torch.dtype  # of the step
@@ -139,7 +139,7 @@ class Function:
         return self.exact()
 
     def in_double(self) -> Self:
-        """Return the object for a float64 step of the same schedule."""
+        """Return the same attention for a float64 step."""
         return replace(self, dtype=torch.float64)
 
     def selector(self, *_: Any, **__: Any) -> GivenSelector | None:

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class _OfPart(Generic[Value]):
-    """Attribute that reads and writes an attribute of a step's part, such as `runner.progress`."""
+    """Descriptor that reads and writes an attribute of a step's part, such as `runner.progress`."""
 
     def __init__(self, path: str) -> None:
         self._found = attrgetter(path)
@@ -367,8 +367,8 @@ class Step:
         *,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of `head` for every token, [batch, tokens, k], with gradients as
-        `logprobs`.
+        """Return the output of `head` for every token, [batch, tokens, k], which has a graph as the
+        result of `logprobs` has.
 
         The step calls the head on n tokens at a time, with their hidden states after the model's
         final norm [n, hidden] and their `targets` [n, ...]; it returns [n, k]. `targets` are

@@ -96,8 +96,8 @@ class _StreamedUnit:
 
     def lay_out(self) -> None:
         """Assign each parameter an offset, without gaps. Parameters are placed by the largest power
-        of two that divides their bytes, up to 4 KiB, largest first: so each begins where the widest
-        loads can, whatever the dtypes."""
+        of two that divides their bytes, up to 4 KiB, largest first: so each is aligned for the
+        widest loads, whatever the dtypes."""
         sizes = [(p, [part.nbytes for part in parts_of(p.own)]) for p in self.parameters]
         for p, of in sizes:
             p.offsets = [0] * len(of)
@@ -121,7 +121,7 @@ class StreamedWeights:
 
     def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Move the model to main memory, in place; steps compute on the device of `stages`. Raises
-        UnsupportedError for parameters that hold more than numbers, or that layers share."""
+        UnsupportedError for parameters that layers share, or whose class may hold other data."""
         packed = format_of(stages.model.config) or {}
         by = packed.get("quant_method", BITSANDBYTES)
         if by != BITSANDBYTES:  # some keep numbers in buffers, too
@@ -215,7 +215,7 @@ class StreamedWeights:
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """Return the model's description with each layer's weights and bytes on this stage."""
+        """Return the model's description, with each layer's weights and bytes on this stage."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):

@@ -194,8 +194,8 @@ def _give_back_pinned() -> None:
 
 
 def pages(size: int) -> Tensor:
-    """Allocate whole pages of main memory for `size` bytes. Locking works on pages, and two blocks
-    that share one cannot both be locked. The storage begins with the first page, where torch looks
+    """Allocate whole pages of main memory for `size` bytes: locking works on pages, so two blocks
+    that share one cannot both be locked. The first page begins the storage, as torch tests there
     whether a tensor is locked. Raises MemoryError."""
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
@@ -369,7 +369,7 @@ class CopyEngine:
         return event
 
     def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
-        """Make later work on a lane wait for an event, if not None. The hazard names the reason."""
+        """Make later work on a lane wait for an event, if not None. `_hazard` just says why."""
         if self.overlap and event is not None:
             self._stream(lane).wait_event(event)
 
@@ -382,9 +382,9 @@ class CopyEngine:
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """View rows [n, D] as rows of larger elements, up to 8 bytes, if all sizes and strides allow. A
-    thread that reads elements of 2 bytes asks the link for 64 bytes at a time, and Triton joins
-    loads only if it knows that rows are aligned."""
+    """View rows [n, D] as rows of larger elements, up to 8 bytes, if sizes and strides allow."""
+    # A thread that reads elements of 2 bytes asks the link for 64 bytes at a time, and Triton joins
+    # loads only if it knows that rows are aligned.
     for dtype in (torch.int64, torch.int32):
         if all(_divides(dtype.itemsize // x.element_size(), x) for x in tensors):
             return [x.view(dtype) for x in tensors]
@@ -392,7 +392,7 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether groups of `whole` elements can be viewed as one element in all rows."""
+    """Return whether groups of `whole` elements of these rows can be viewed as one element."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
@@ -409,8 +409,8 @@ def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> No
 
 
 class StreamOrder:
-    """Waits between a copy engine's streams, for a program's instructions. Invariant: an event
-    exists from its instruction to the last instruction that waits for it."""
+    """Order in which a program's instructions run on a copy engine's streams, kept by events.
+    Invariant: an event exists from its instruction to the last instruction that waits for it."""
 
     def __init__(self, copies: CopyEngine, orders: tuple[Order, ...]) -> None:
         self.copies = copies

@@ -122,8 +122,8 @@ NO_TEMPORARIES, ALL_TEMPORARIES = Temporaries(frozenset()), Temporaries(frozense
 
 
 def _flash_backward(func: Any, args: Sequence[Any]) -> Iterator[int]:
-    """Yield the bytes of each block that a flash attention backward allocates internally. Both
-    operations take dout, q, k first; SDPA's has heads before tokens."""
+    """Yield the bytes of each block that a flash attention backward, `func`, allocates internally.
+    It takes dout, q, k first, with heads before tokens if it is SDPA's."""
     q: Tensor = args[1]
     k: Tensor = args[2]
     heads_first = func is not aten._flash_attention_backward.default
@@ -142,7 +142,7 @@ ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
 class _Death(weakref.ref[Any]):
-    """Weak reference to a storage; `tensor` is None for storages older than the recording."""
+    """Weak reference to a storage; `tensor` is its number in the trace, None if not recorded."""
 
     __slots__ = ("key", "tensor")
     key: int
@@ -267,11 +267,11 @@ MOST_RESULTS = 1 << 16
 
 
 def result_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return an operation's result, on the meta device from a cache if possible. torch 2.13 runs
-    most meta operations in Python, in 0.2 ms; a cached result takes a tenth of that."""
+    """Return an operation's result; on the meta device, its sizes come from a cache if possible."""
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if not _returns_new(func) or not _describe((*args, *kwargs.values()), key):
         return func(*args, **kwargs)
+    # torch 2.13 runs most meta operations in Python, in 0.2 ms; a cached result takes a tenth.
     known = _RESULTS.get(tuple(key))
     if known is not None:
         return _blank(*known)
@@ -299,7 +299,7 @@ def _returns_new(func: Any) -> bool:
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append what a meta operation's result depends on to `key`; False for tensors with data."""
+    """Append all that an operation's result depends on to `key`; False if a tensor has data."""
     for value in values:
         if isinstance(value, Tensor):
             if not value.is_meta:
@@ -380,13 +380,13 @@ def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 class _NoValues(UncompiledMode):
-    """Dispatch mode that skips drawing random initial weights. On the meta device an in-place
-    operation changes nothing, and 65B elements take 720 calls."""
+    """Dispatch mode that skips drawing random initial weights, which meta tensors do not keep."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if (
+            # 65B elements take 720 such calls.
             torch.Tag.nondeterministic_seeded in func.tags
             and func.overloadpacket.__name__[-1] == "_"
         ):

@@ -51,7 +51,7 @@ Marker = Callable[[str], None]
 
 
 class Checkpointing(StrEnum):
-    """Tensors that a layer's forward saves for its backward."""
+    """Choice of what a layer's forward saves for its backward, in plain training."""
 
     PLAIN = "plain"  # everything that autograd saves
     RECOMPUTE = "recompute"  # its input: activation checkpointing

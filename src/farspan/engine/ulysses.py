@@ -92,8 +92,9 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Start the all-to-all that gives this rank all tokens of its heads. Each part is (tensor,
-        heads): `heads` is the range to exchange within each rank's heads; None: all."""
+        """Start the all-to-all that gives this rank all tokens of its heads; return a function that
+        waits for the tensors. `parts` are pairs of a tensor and the range of heads to send, counted
+        within each rank's heads; None: all."""
         tensors = [self._some(x, heads) for x, heads in parts]
         if self.padding:
             tensors = [x[:, :, :0] for x in tensors]
@@ -153,9 +154,10 @@ class OverlappedUlysses:
         of_keys: OfKeys,
         at_hand: tuple[Tensor, Tensor] | None,
     ) -> tuple[OfKeys, Attended, Tensor]:
-        """Return q, k, v of this rank's heads, their (out, lse), and out of all heads for this
-        rank's tokens. `at_hand` are k, v of this rank's heads if no exchange is needed; `attend`
-        computes a piece from its tensors, earlier keys and range of query heads."""
+        """Attend to one piece of this rank's heads after another. Return q, k, v of this rank's
+        heads, their (out, lse), and out of all heads for this rank's tokens. `at_hand` are k, v of
+        this rank's heads if they need no exchange. `attend` gets a piece's q, k, v, earlier keys
+        and query heads."""
         q, k, v = of_keys
         travel = (k, v) if at_hand is None else ()
         coming = [self._to_heads(piece, q, *travel) for piece in self.pieces]
@@ -184,8 +186,7 @@ class OverlappedUlysses:
         finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq, dk, dv of all heads for this rank's tokens, and dsinks of this rank's heads.
-        `finish` adds later chunks' parts to dk, dv of a range of K, V heads before these are
-        sent."""
+        Before dk, dv of a range of K, V heads are sent, `finish` adds later chunks' parts."""
         coming = [self._to_heads(piece, dout) for piece in self.pieces]
         leaving: list[Coming] = []
         sums = dout, dout  # placeholders: the first piece sets them

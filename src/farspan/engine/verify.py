@@ -77,9 +77,9 @@ Errors = dict[str, float]  # relative, by a parameter's name
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision, of the
-    run with the least ratio to plain autograd's error; if the model chooses experts, over all
-    runs."""
+    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision it is of
+    the run with the least ratio to plain autograd's error or, if the model chooses experts, the
+    root mean square over all runs."""
 
     name: str
     error: float
@@ -147,8 +147,8 @@ def _factors(spreads: Errors, runs: int) -> Errors:
 
 
 def exactly(errors: Errors, moved: list[Errors]) -> Judged:
-    """Compare the errors of a float64 step with their limits. `moved` are errors between runs of
-    the reference that round differently; empty if all errors are within `EXACT`."""
+    """Compare the errors of a float64 step with their limits. `moved` are the reference's own
+    changes in runs that round differently; it is empty if all errors are within `EXACT`."""
     rule = f"relative L2 error <= {EXACT:g}, float64 throughout"
     limits = dict.fromkeys(errors, EXACT)
     if moved:
@@ -199,7 +199,7 @@ def _ratio(step: float, plain: float) -> float:
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
     """Return, by name, the standard deviation over runs of the logarithm of plain autograd's error.
-    As runs are few it is the mean over layers, and at least that of a typical parameter name."""
+    Runs are few, so variances are averaged over layers, and at least their median over names."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()
@@ -498,8 +498,9 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """Return the relative difference of the loss by the model's own attention to the reference's;
-    None below float32, and for packed documents, which some attention functions mix."""
+    """Return the relative difference between the loss by the model's own attention and the
+    reference's. None below float32, and for packed documents: some models' own attention does not
+    keep documents apart."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
         return None
@@ -528,7 +529,8 @@ def _errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
 
 
 def _error(result: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the L2 error over the norm of `expected`, at least `least`; infinite for NaN."""
+    """Return the L2 error divided by the norm of `expected` (or by `least`, if that is larger);
+    infinite for NaN."""
     result, expected = result.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
     error = float((result - expected).norm())
