@@ -323,7 +323,7 @@ def size(question: Question, schedule: Schedule) -> Sized:
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """Return what `size` does, from programs of a few chunks if these surely take equal bytes."""
+    """Return what `size` does, from programs of a few chunks if these surely take as many bytes."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 

@@ -202,7 +202,7 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes left on the device and in its share of main memory; negative if it is too small."""
+    """Bytes left on the device and in its share of main memory; negative if too few are there."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 

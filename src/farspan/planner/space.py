@@ -170,7 +170,8 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """Return the sizes of all groups, each as large as `level` bytes allow, but at least 1."""
+        """Return the largest group sizes, of at least one layer each, that hold up to `level`
+        bytes."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
@@ -232,7 +233,8 @@ def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
 
 
 def with_alpha(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule that saves activations of a fraction alpha (MEMO's) of the chunks."""
+    """Return the schedule that saves the activations of a fraction of the tokens, MEMO's alpha,
+    rounded down to whole chunks."""
     layout, alpha = question.layout, solve_alpha(question, schedule).value
     chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
     tokens = chunks[-1][1]
