@@ -123,7 +123,7 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
     """Return a question for each placement of states and weights that this one leaves open, in
-    sets. Those that move fewest bytes come first; a set is tried only if no plan of sets before
+    sets. Those that move fewest bytes come first; later sets are tried only if no plan before
     fits."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)

@@ -523,8 +523,7 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
     """Return the plans with better `loss_chunk_size` and `kv_block`, chosen for the first plan. A
     plan that does not fit with them keeps its own. After `seconds` of `SearchEffort` no more
-    programs are tried. Each plan's `gap` is as if the sizes saved every schedule as many
-    seconds."""
+    programs are tried. For its `gap`, other schedules are taken to gain as many seconds."""
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)

@@ -170,8 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """Return the largest group sizes, of at least one layer each, that hold up to `level`
-        bytes."""
+        """Return the largest group sizes, each a layer or more, that hold up to `level` bytes."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
