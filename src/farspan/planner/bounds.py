@@ -49,8 +49,8 @@ ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], d
 
 
 def spread(free: Array, counted: Array) -> Array:
-    """Return, for each choice of tiers, the sum of values [..., 3, save counts] of x, attention and
-    activations that it selects in `counted` [tiers, 3]: [..., save counts, tiers]."""
+    """Return the sum of `free` [..., 3, save counts] over those of x, attention and activations
+    that each choice of tiers marks in `counted` [tiers, 3]: [..., save counts, tiers]."""
     return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
 
 
@@ -71,18 +71,18 @@ class ScheduleGrid:
 
     @cached_property
     def lanes(self) -> tuple[Array, Array]:
-        """Seconds that a step without its update keeps 5 queues busy, [splits, 5, save counts], and
-        those to copy x, attention, activations if on the host, [splits, 2 ways, 3, save counts]."""
+        """Seconds of a step without update on 5 queues, [splits, 5, save counts], and of fetching
+        and evicting x, attention, activations if on the host, [splits, 2, 3, save counts]."""
         return _lane_seconds(self)
 
     @cached_property
     def streams(self) -> bool:
-        """Return whether each pass copies whole groups of weights from main memory."""
+        """Return whether each group's weights are fetched from main memory for each pass."""
         return streams(self.schedule, self.cell_prices.question.layout)
 
     @property
     def cut(self) -> Cut:
-        """Return what must be complete before the backward begins."""
+        """Return which part of the forward all chunks must complete before the backward begins."""
         question = self.cell_prices.question
         return question.model.cut(question.loss)
 
@@ -105,7 +105,7 @@ class ScheduleGrid:
 
     @cached_property
     def cell_inputs(self) -> Array:
-        """Bytes of a layer's input in a saved cell, [splits, layers]; 0 if saved elsewhere."""
+        """Bytes of a layer's input in a saved cell, [splits, layers]; 0 if not saved there."""
         saves = np.array(
             [spec.saves_input for spec in self.cell_prices.model.layers], dtype=np.float64
         )
@@ -113,8 +113,8 @@ class ScheduleGrid:
         return np.asarray(saves * self.splits.inner * row)
 
     def saved_cell_bytes(self, spec: LayerSpec, role: Role) -> Array:
-        """Return the bytes of one saved cell, [save counts]. O and LSE count unless the buffer of
-        attention outputs holds them for every saved chunk."""
+        """Return the bytes that one cell saves as activations, [save counts]. They include O and
+        LSE unless all of these chunks save O and LSE in a buffer for attention outputs."""
         outside = (self.saves.attention >= self.saves.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -125,12 +125,12 @@ RankGrids = tuple[ScheduleGrid, ...]  # the same schedules on every kind of rank
 
 
 def grid_of(question: Question, schedule: Schedule) -> ScheduleGrid:
-    """Return the grid of one schedule with every choice of tiers, on the rank with the head."""
+    """Return the grid (`ScheduleGrid`) of a schedule with all tiers, on the rank with the head."""
     return rank_grids(question, schedule)[-1]
 
 
 def rank_grids(question: Question, schedule: Schedule) -> RankGrids:
-    """Return the grid of one schedule, with every choice of tiers, for each kind of rank."""
+    """Return the grid (`ScheduleGrid`) of a schedule with all tiers, for each kind of rank."""
     found, like = list[ScheduleGrid](), None
     for kind in kinds_of(question, schedule):
         like = CellPrices(question, schedule, kind, like)
@@ -208,8 +208,8 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
-    """Seconds per step that one layer keeps 5 queues busy, [5, save counts], and bytes of its O,
-    LSE and activations fetched and evicted, [2, 3, save counts]; from the cache if known."""
+    """Seconds per step that one layer keeps the 5 queues busy, [5, save counts], and bytes of x, O
+    with LSE and activations that it fetches and evicts, [2, 3, save counts]. Cached."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, grid.cut), grid.cell_prices.known
     if (part, found) not in known:
@@ -262,7 +262,7 @@ class _LayerCounts:
         return work
 
     def _bytes(self, act: Act, kind: Kind) -> Array:
-        """Bytes per step of one type of instruction and one kind of tensor, [save counts]."""
+        """Bytes per step of one kind of tensor in one type of instruction, [save counts]."""
         cell_prices, choices = self.grid.cell_prices, self.choices
         if kind is Kind.ACTIVATIONS:
             cells = cell_prices.cells(choices.graphs)
@@ -304,8 +304,8 @@ def _reference_x(grid: ScheduleGrid) -> Array:
 
 
 def _boundary_bytes(grid: ScheduleGrid) -> Array:
-    """Bytes per step copied of x and its gradient between groups, and of layer inputs in saved
-    cells, [splits, 2, 3, save counts]: fetch and evict; x, attention and activations."""
+    """Bytes per step of x with its gradient, and of layer inputs that saved cells include, copied
+    between tiers, [splits, 2, 3, save counts]: fetch, evict; x, attention, activations."""
     cell_prices, groups, kind = grid.cell_prices, grid.splits.counts, grid.splits.kind
     if kind.is_stage:
         above = Boundary.LAST_STAGE if kind.is_last else Boundary.STAGE
@@ -326,7 +326,7 @@ def _boundary_bytes(grid: ScheduleGrid) -> Array:
 
 
 def _at_boundary(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
-    """Sum `values` [chunks] over one type of copies between groups, [splits, save counts]."""
+    """Sum `values` [chunks] over runs of `act` at one boundary of groups, [splits, save counts]."""
     found = acts(boundary, grid.schedule, grid.cut)
 
     def total(choices: SaveCounts) -> Array:
@@ -364,7 +364,7 @@ class Peaks:
 
 
 def peaks(grid: ScheduleGrid) -> Peaks:
-    """Peak bytes per tier, [splits, save counts, tiers]; of cells only their graphs count."""
+    """Peak bytes per tier, [splits, save counts, tiers]; of cells' own memory only graphs count."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _arena_peaks(grid))
@@ -374,8 +374,8 @@ def peaks(grid: ScheduleGrid) -> Peaks:
 
 
 def least(grid: ScheduleGrid) -> Peaks:
-    """Lower bound of the peak bytes for any tiers: device [splits, save counts, 1], host [splits,
-    1, 1]. Staging slots and tensors saved for the backward do not count."""
+    """Lower bound of the peak bytes whatever is saved on which tier: device [splits, save counts,
+    1], host [splits, 1, 1]. It counts neither saved tensors nor staging slots."""
     phases = zip(_forward_kv(grid), _backward_kv(grid), strict=True)
     device, host = (_fullest_group(grid, np.maximum(*pair)) for pair in phases)
     return Peaks(device + fixed(grid), host + grid.splits.on_host)
@@ -439,8 +439,8 @@ def _kv_bytes(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
 
 
 def _by_tier(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Array]:
-    """Split bytes of K, V into those on the device and those on the host. `size` [groups, 1]
-    belongs to the group that runs, `waiting` [groups, 1] to groups that wait for their backward."""
+    """Return the bytes of K, V on the device and on the host. `size` [groups, 1] are those of the
+    group that runs; `waiting` [groups, 1] those of groups whose backward comes later."""
     on_host = grid.schedule.kv is Tier.HOST
     if on_host or grid.schedule.kv_home is Tier.HOST:
         return size * (not on_host), waiting + size * on_host
@@ -448,7 +448,7 @@ def _by_tier(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Ar
 
 
 def _saved(grid: ScheduleGrid) -> Array:
-    """Bytes of x, attention, activations saved up to each group, [groups, 3, save counts]."""
+    """Bytes of x, attention, activations saved until each group ends, [groups, 3, save counts]."""
     cell_prices, saves, groups = grid.cell_prices, grid.saves, grid.splits.groups
     sums, layers, is_last = cell_prices.sums, len(cell_prices.model.layers), groups.is_last
     graphs = np.where(is_last, grid.last_graphs[groups.split], saves.graphs)
@@ -488,9 +488,10 @@ def _open_attention(grid: ScheduleGrid) -> Array:
 
 
 def differing(grid: ScheduleGrid) -> NDArray[np.bool_]:
-    """Return a mask of a grid's schedules that leaves out those equal to an earlier one. Two are
-    equal if they differ only in the tier of a tensor that is not saved; stages always save x."""
+    """Return a mask of a grid's schedules that leaves out those equal to an earlier one. Schedules
+    are equal if they differ only in the tier of a tensor that neither saves."""
     saves, several = grid.saves, grid.splits.counts > 1
+    # Stages always save x.
     has_x = several | (grid.last_graphs > 0) | grid.splits.kind.is_stage
     has_attention = (saves.attention > 0) | grid.schedule.attention_open
     has = np.stack(np.broadcast_arrays(has_x, has_attention, saves.graphs > 0), axis=-1)
@@ -507,17 +508,16 @@ def fixed(grid: ScheduleGrid) -> Array:
 
 
 def momentary(grid: ScheduleGrid) -> Array:
-    """Return the cached result of `_graphs_and_gradients`, [splits, save counts]."""
+    """Return the peak bytes of autograd graphs and gradients, [splits, save counts], cached."""
     key = "momentary", grid.splits, grid.schedule.layer_checkpoint
     return grid.cell_prices.once(key, lambda: _graphs_and_gradients(grid))
 
 
 def _graphs_and_gradients(grid: ScheduleGrid) -> Array:
     """Peak bytes of autograd graphs and gradients, which lie outside the arenas, [splits, save
-    counts]. The peak is at one of two moments. When the first group to run backward is at its first
-    chunk, the only gradients are those of the step's earlier batches, and graphs are those of the
-    largest group. When the group of the first layers is at its last chunk, all layers have
-    gradients; with one chunk this is the end of the step."""
+    counts]. The peak is at one of two times: early in the backward, with graphs of the largest
+    group and only the gradients of earlier batches; or in the last chunk of the group of the first
+    layers, when all layers have gradients."""
     cell_prices = grid.cell_prices
     gradients = np.array([[float(states.gradients)] for states in grid.splits.split_states])
     there = grid.splits.gradients
@@ -571,7 +571,7 @@ def _cell_slots(grid: ScheduleGrid) -> Array:
 
 def _attention_slots(grid: ScheduleGrid) -> Array:
     """Return the number of staging slots for O and LSE, [splits, save counts]: one more than the
-    layers of the largest group, or the number of copies if that is less."""
+    layers of the largest group, but no more than the copies that a step makes."""
     widest = np.maximum(grid.splits.last, grid.splits.widest_earlier)
     if grid.splits.kind.is_stage:
         widest = np.full_like(widest, grid.splits.kind.widest)
@@ -580,7 +580,7 @@ def _attention_slots(grid: ScheduleGrid) -> Array:
 
 
 def _copies(grid: ScheduleGrid, kind: Kind) -> Array:
-    """Copies between device and host per step of one kind of tensor, [splits, save counts]."""
+    """Number of device-host copies per step of one kind of tensor, [splits, save counts]."""
     parts, counts = grid.splits.parts
     each = np.ones(len(grid.cell_prices.chunks))
     found = []

@@ -77,8 +77,8 @@ class LaneSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Cumulative bytes [layers + 1]: entry i is the sum of the first i layers. `kv` and `dkv` count
-    all keys, `attention` one key, `wide` and `narrow` one saved cell."""
+    """Cumulative bytes, [layers + 1]: entry i sums the first i layers. `kv`, `dkv` are of all keys,
+    `attention` of one key, `wide` and `narrow` of one saved cell with and without O and LSE."""
 
     kv: Array
     dkv: Array
@@ -165,8 +165,8 @@ class CellSeconds:
 
 
 class CellPrices:
-    """Seconds and bytes of the cells of one kind of rank, one chunk size and one tier of K, V;
-    grids share them. The default kind is the last pipeline stage, which has the head."""
+    """Seconds and bytes of the cells of one kind of rank, with one chunk size and one tier of K, V.
+    All grids of such schedules share the object. The default `kind` is the last pipeline stage."""
 
     def __init__(
         self,
@@ -224,15 +224,15 @@ class CellPrices:
         return self._shared[key]
 
     def latest(self, chunks: NDArray[np.int64]) -> Array:
-        """Number of this rank's tokens in the last `chunks` chunks, an array of such counts."""
+        """Return this rank's tokens in the last n chunks, for each n in the array `chunks`."""
         return np.asarray(self._latest[chunks])
 
     def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
         return np.asarray(self._latest_keys[chunks])
 
     def cells(self, chunks: NDArray[np.int64]) -> Array:
-        """Size of the cells of the last `chunks` chunks, in units of the first chunk's cell. A
-        cell's bytes grow with its chunk, so unequal chunks count by their tokens."""
+        """Size of the cells of the last n chunks, for each n in the array `chunks`, in units of the
+        first chunk's cell. Unequal chunks count in proportion to their tokens."""
         if self.are_equal:
             return np.asarray(chunks, dtype=np.float64)
         return np.asarray(self._latest[chunks] / self.sizes[0])

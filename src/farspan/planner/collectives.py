@@ -33,8 +33,9 @@ class Collectives:
     def forward(
         self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
     ) -> float:
-        """Seconds of collectives in a cell's forward, without the ring's. `tokens` is the device's
-        share of the chunk. Heads exchanged in `pieces` overlap with `work` seconds of attention."""
+        """Seconds of all collectives in a cell's forward except ring attention's. `tokens` is the
+        device's share of the chunk. If Ulysses exchanges heads in several `pieces`, this overlaps
+        with `work` seconds of attention, and only the rest counts."""
         query, kv, out = _elements(spec)
         if mode is AttentionMode.NONE:
             # Only K, V are computed, from gathered tokens, and become heads.
@@ -47,7 +48,7 @@ class Collectives:
         return heads + self._shards_forward(spec, tokens) + tensor
 
     def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
-        """Return the seconds of collectives in a cell's backward, except for the ring's."""
+        """Return the seconds of all collectives in a cell's backward except ring attention's."""
         query, kv, out = _elements(spec)
         # The two inputs gathered again for weight gradients travel while a product runs.
         heads = self._exchange(tokens, out, query + kv, pieces, work)
@@ -133,11 +134,12 @@ class Collectives:
 
     def _tensor(self, tokens: int, passes: int) -> float:
         """Seconds of tensor parallelism's all-gathers and reduce-scatters around attention and MLP.
-        Across nodes every rank is assumed to bring in its own copy: FPDT's runs took that long
-        (Table 3), three times as long as a ring of NCCL took in MEMO's (120.4 s, section 5.2)."""
+        Across nodes each rank is counted as receiving its own copy of the data over the network."""
         layout = self.question.layout
         if layout.tensor == 1:
             return 0.0
+        # FPDT's runs took that long (Table 3), three times as long as a ring of NCCL took in MEMO's
+        # (120.4 s, section 5.2).
         size = self._batch() * tokens * layout.tensor * self.question.model.hidden * self._width()
         return passes * self._over(layout.tensor, size, 1)
 
@@ -149,8 +151,8 @@ class Collectives:
 
     def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
         """Return the seconds of a collective over `ranks` devices, `stride` ranks apart, that moves
-        `size` bytes, of which each device keeps 1 / ranks. With `same`, all devices of a node get
-        the same bytes, and each brings one part into the node."""
+        `size` bytes, of which each device keeps 1 / ranks. With `same`, devices of a node need the
+        same bytes, so each receives only its part of them from other nodes."""
         if ranks == 1:
             return 0.0
         machine = self.question.machine
@@ -177,9 +179,9 @@ def _elements(spec: LayerSpec) -> tuple[int, int, int]:
 
 
 def exchange_bytes(question: Question, chunk: int) -> int:
-    """Return the peak device bytes of messages between devices, outside the program's buffers.
-    `chunk` is the device's share of a chunk, in tokens. All kinds of messages count at their own
-    peak:
+    """Return the most device bytes that messages between devices take, outside the program's
+    buffers. `chunk` is the device's share of a chunk, in tokens. The sum is over kinds of messages,
+    each at its own peak:
 
     - Ulysses: q, K, V and O, once packed to be sent and once received;
     - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums in

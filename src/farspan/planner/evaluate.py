@@ -146,9 +146,9 @@ def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
-    """Return the schedule with its sizes in tokens of one device that is assumed to have all heads.
-    Some heads of all keys take as many bytes as all heads of some keys, so Ulysses, which shares
-    heads, divides `kv_block`; shards and rings divide their own keys into blocks of that size."""
+    """Return the schedule with its chunk and `kv_block` converted to tokens of one device that has
+    all heads. Ulysses and tensor parallelism share heads, so they divide `kv_block`: some heads of
+    all keys take as many bytes as all heads of some keys."""
     among_heads = layout.ulysses * layout.tensor
     chunk, sparse = -(-schedule.chunk // layout.sequence()), schedule.sparse
     return replace(
@@ -176,7 +176,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return how many ranks of each kind share a machine, for every combination that occurs."""
+    """Return each mix of ranks on one machine, as the number of ranks of every kind."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -279,8 +279,8 @@ ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: t
 
 
 def representative_chunks(question: Question, schedule: Schedule) -> list[int] | None:
-    """Return a few chunks with the same peak as all: the first and last two of each stretch of
-    chunks that save the same tensors. None means all chunks, needed with page-sparse attention."""
+    """Return the first and last two chunks of each stretch of chunks that save the same tensors:
+    their peak is that of all chunks. None means all chunks, which page-sparse attention needs."""
     if schedule.sparse is not None:
         return None
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
@@ -312,7 +312,7 @@ class Sized:
 
 
 def outlined(question: Question, schedule: Schedule) -> Sized:
-    """Return the result of `size` ten times as fast, from programs of a few chunks (outlines). The
+    """Return what `size` returns, ten times as fast, from programs of a few chunks (outlines). The
     bytes are the same unless buffers with equally long lifetimes are placed in another order."""
     return _sized(question, walk(question, schedule, representative_chunks(question, schedule)))
 
@@ -323,7 +323,7 @@ def size(question: Question, schedule: Schedule) -> Sized:
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """Return the result of `size`, from programs of a few chunks if the bytes are surely equal."""
+    """Return what `size` does, from programs of a few chunks if these surely take as many bytes."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 
@@ -376,9 +376,9 @@ def evaluate(
 def composed_seconds(
     question: Question, schedule: Schedule
 ) -> tuple[float, float, tuple[Program, ...]]:
-    """Seconds of a step with overlapping copies and no update, the seconds that it waits for an
-    overlapping update, and the programs that were timed: the step's and that of a reference model
-    run in the step. Equal layers are folded (`timeline.fold`). Pipelines are not supported."""
+    """Return the seconds of a step with overlapping copies but no update, the seconds that it waits
+    for an overlapping update, and the programs timed: the step's and its reference model's, if any.
+    Equal layers are timed once (`timeline.fold`). Pipelines are not supported."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)
@@ -530,7 +530,7 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
 
 def step_seconds(question: Question, program: Program, *, simulated: bool = True) -> Seconds:
     """Return the seconds of one step with its update on the program's rank. Copies overlap with
-    computation if the machine's engine does so; for `simulated` see `run_time`."""
+    computation if `Question.overlap` says so; for `simulated` see `run_time`."""
     beside = update_overlaps(question)
     line, sent = _line(question, program, beside=beside, simulated=simulated)
     groups = [program.groups[group] for group in program.own_groups()]
@@ -557,7 +557,7 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
 def _line(
     question: Question, program: Program, *, beside: bool, simulated: bool
 ) -> tuple[Timeline, float]:
-    """Timeline of a program with waits between pipeline stages, and seconds of their messages."""
+    """Return a program's timeline, with waits between pipeline stages, and seconds of messages."""
     prices = Prices(question, program, together=question.overlap)
     line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
     tokens = (stop - start for start, stop in program.share.tokens.rows)
@@ -570,8 +570,7 @@ _OF_NO_CHUNK = (Allocate, Free, Clear, Close, Gather, Reduce, Release)
 
 def _waiting(question: Question, prices: Prices) -> float:
     """Return the factor by which waits between pipeline stages stretch a step. A stage begins when
-    the first chunk leaves the stage before, and the slowest chunk sets the pace: if t is the time
-    of each chunk, the passes over all chunks take sum(t) + (stages - 1) max(t)."""
+    the stage before has finished its first chunk, and the slowest chunk sets the pace."""
     stages, program = question.layout.pipeline, prices.program
     if stages == 1:
         return 1.0
@@ -579,6 +578,7 @@ def _waiting(question: Question, prices: Prices) -> float:
     for instruction in program.instructions:
         if not isinstance(instruction, _OF_NO_CHUNK):
             busy[instruction.chunk] += prices.of(instruction).in_line()
+    # The passes over all chunks take sum(busy) + (stages - 1) max(busy).
     return 1.0 + (stages - 1) * max(busy) / sum(busy)
 
 

@@ -64,8 +64,8 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 def space_grids(
     question: Question, space: Space
 ) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
-    """Yield, for each chunk size and set of switches of the space, the grids of bounds of all kinds
-    of rank, a schedule, and all its splits into groups."""
+    """Yield, for each chunk size and set of options in the space: a grid of bounds for each kind of
+    rank, a schedule with these choices, and all its splits into groups."""
     splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
     saves: dict[int, SaveCounts] = {}
@@ -97,8 +97,8 @@ def _save_counts(space: Space, chunks: int) -> SaveCounts:
 
 
 def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Bytes of the fullest device and of a rank's share of main memory, [splits, save counts,
-    tiers] each, and of each kind of rank's device, [kinds, ...]; messages and workspaces count."""
+    """Bytes of the fullest device and of one rank's share of main memory, [splits, save counts,
+    tiers] each, and of one device per kind of rank, [kinds, ...]. Messages and workspaces count."""
     each = [bound(grid) for grid in grids]
     for found, grid in zip(each, grids, strict=True):
         found.device += grid.cell_prices.passing
@@ -149,7 +149,7 @@ def room(question: Question, device: Array, host: Array) -> Array:
 
 
 def may_fit(grids: RankGrids, device: Array, host: Array) -> NDArray[np.bool_]:
-    """Return which schedules of a grid fit with these bytes and are unlike all earlier ones."""
+    """Return which schedules of a grid fit with these bytes; repeated schedules count as unfit."""
     fits = room(grids[0].cell_prices.whole, device, host) >= 0
     return np.asarray(fits & differing(grids[-1]) if fits.any() else fits)
 
@@ -202,7 +202,7 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes to spare on the device and in its share of main memory; negative if it is too small."""
+    """Bytes left on the device and in its share of main memory; negative if too few are there."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 
@@ -216,20 +216,21 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """Return the chunks to check in place of all. Consecutive chunks that save the same tensors
-    form a stretch; each stretch's last chunk counts, and the first stretch's last but one, in whose
-    backward all layers have gradients. `first` adds chunk 0, the longest of unequal chunks."""
+    """Return a few chunks with the same peak as all. Where several chunks in a row save the same
+    tensors, the last of them is taken, and of the first such row also the last but one. `first`
+    adds chunk 0, the longest of unequal chunks."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])
+    # In the backward of the first stretch's last but one, all layers have gradients.
     return sorted(found | {max(0, borders[1] - 2)})
 
 
 def transient(
     cell_prices: CellPrices, schedule: Schedule, attention: int, graphs: int, walked: Sequence[int]
 ) -> int:
-    """Peak bytes that cells allocate briefly in the `walked` chunks (`Peak.transient`). The latest
-    `attention` chunks save O and LSE; the latest `graphs` chunks save activations."""
+    """Peak bytes that the cells of the `walked` chunks allocate briefly (`Peak.transient`), if the
+    last `attention` chunks save O and LSE and the last `graphs` chunks save activations."""
     chosen = replace(
         schedule,
         attention_save_fraction=latest_fraction(cell_prices.chunks, attention),
@@ -239,11 +240,11 @@ def transient(
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
-    """Return a lower bound of the bytes of gradients and fp32 sums during the embedding's last
-    backward; 0 for a pipeline stage. It depends on the chunk size only: at that moment all layers
-    have gradients, and the first group, of at least one layer, still has its sums."""
+    """Return a lower bound of the bytes of weight gradients and their fp32 sums during the
+    embedding's last backward; 0 for a pipeline stage. It depends only on the chunk size."""
     if cell_prices.kind.is_stage:
         return 0
+    # All layers have gradients then; the first group, of one layer or more, still has its sums.
     layers, chunks = len(cell_prices.model.layers), len(cell_prices.chunks)
     walk = _walk(cell_prices, replace(schedule, groups=(1,) * layers), latest(chunks, 0, 0))
     for instruction in walk.program.instructions:
@@ -270,13 +271,13 @@ def latest_fraction(chunks: Chunks, count: int) -> float:
 
 
 def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    """Return the same plan as `evaluate` in a fraction of the time; see `composed`."""
+    """Return the plan that `evaluate` returns, in a fraction of the time (see `composed`)."""
     return composed(question, strategy, schedule, outlined(question, schedule))[0]
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
     """Return the seconds of a step with the plan's schedule for three losses: a mean over tokens,
-    the plan's loss with stored values of the reference, and the plan's loss itself."""
+    the plan's with stored log-probabilities of the reference model, and the plan's own."""
     question = plan.question
     stored = replace(question.loss, reference=Reference.STORED)
     losses = Objective(), stored if question.loss.evaluates else question.loss, question.loss
@@ -290,9 +291,9 @@ def loss_seconds(plan: Plan) -> tuple[float, float, float]:
 def composed(
     question: Question, strategy: str, schedule: Schedule, sized: Sized
 ) -> tuple[Plan, tuple[Program, ...]]:
-    """Return the same plan as `evaluate` from a program of a few chunks, and the programs built to
-    time it. If copies overlap and the plan fits, a program of fewer layers is simulated; otherwise
-    the seconds of each queue are added up. Pipelines and sparse attention are simulated whole."""
+    """Return the plan of `evaluate`, from a program of a few chunks, and the programs built to time
+    it. If copies overlap and the plan fits, a program of fewer layers is simulated; else the
+    seconds of each queue are added up. Pipelines and sparse attention are left to `evaluate`."""
     if question.layout.pipeline > 1 or schedule.sparse is not None:
         whole = size(question, schedule) if schedule.sparse is None else sized
         return evaluate(question, strategy, schedule, whole), whole.programs

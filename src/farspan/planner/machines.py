@@ -209,7 +209,7 @@ def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
 
 
 def _preset_called(name: str) -> str:
-    """Return the preset that a GPU's name means. Raises UnsupportedError unless it is one."""
+    """Return the preset that a GPU's name means. Raises UnsupportedError if none or several do."""
     if name.lower() in _presets():
         return name.lower()
     words, memory = _words(name)
@@ -518,7 +518,7 @@ def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
 
 
 def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
-    """Return the machine with the slower rates of deterministic attention, if it is asked for."""
+    """Return the machine, with the slower rates of deterministic attention if `deterministic`."""
     if not deterministic or machine.on_cpu:
         return machine
     rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}

@@ -48,7 +48,7 @@ class Role(IntEnum):
 
 
 class Boundary(Enum):
-    """Reader of the hidden states that pass from one group of layers to the next."""
+    """Place where hidden states pass to the next group, named by what reads them there."""
 
     EARLIER = "a group that is not the last"
     LAST = "the last group"
@@ -78,8 +78,8 @@ class SaveCounts:
 
     @cached_property
     def cases(self) -> NDArray[np.int64]:
-        """What the chunks of each span save in each choice, [save counts, spans], as a sum: 4 for O
-        and LSE, 2 for activations, 1 for the last chunk."""
+        """What the chunks of each span save, [save counts, spans], as a code: 4 for O and LSE, plus
+        2 for activations, plus 1 for the last chunk."""
         chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
         return np.asarray(
@@ -88,8 +88,8 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each choice, [save counts]. All choices of a class save O and LSE for no, some
-        or all chunks, likewise activations, and agree on which one is saved for more chunks."""
+        """Class of each choice, [save counts]. In a class all agree on whether no, some or all
+        chunks save O and LSE, likewise activations, and on which of the two more chunks save."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -99,7 +99,7 @@ class SaveCounts:
 
     @cached_property
     def without_graphs(self) -> "SaveCounts":
-        """The same choices, but without saved activations: a last group of one layer saves none."""
+        """The same choices without saved activations: a last group of one layer saves none."""
         return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
@@ -138,9 +138,8 @@ _SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """Number of instructions of each type per chunk, for layers of one role (position in a group)
-    or for copies between groups. Each array [8] has one number for each case of
-    `SaveCounts.cases`."""
+    """Number of instructions of each type per chunk, in a layer of one role or at a boundary
+    between groups. Each array [8] has one number for each code of `SaveCounts.cases`."""
 
     counts: dict[Act, Counts]
 
@@ -153,9 +152,9 @@ class Acts:
 
 
 def acts(place: Role | Boundary, schedule: Schedule, cut: Cut = Cut.NONE) -> Acts:
-    """Return how often the cells of one role, or copies at one boundary between groups, run each
-    instruction. Tensors saved for the backward lie on the host. Of layers with one role the
-    smallest count is taken. The backward begins after `cut`."""
+    """Return how often each instruction runs per chunk, in a layer of one role or at one boundary
+    between groups, if all saved tensors lie on the host. Of several layers with this role, the
+    smallest number counts. `cut` says what runs before the backward begins."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), cut)
 
 
@@ -182,7 +181,7 @@ Place = tuple[type[Role | Boundary], int]
 def _counted(
     switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], cut: Cut
 ) -> Counter[tuple[Place, Act, int]]:
-    """Count each instruction of a small program, by layer or boundary and by chunk."""
+    """Count the instructions of a tiny program by layer or boundary, type and chunk."""
     schedule = Schedule(
         chunk=1,
         groups=_GROUPS,
@@ -222,7 +221,7 @@ EVERY = 8  # up to this many groups, the memory of each is computed
 
 @dataclass(frozen=True)
 class Groups:
-    """The P groups of K splits, one split after the other. Arrays are [P, 1] unless noted."""
+    """The P groups of all K splits of the layers, in a row. Arrays are [P, 1] unless noted."""
 
     split: Index  # [P], index of the split
     at: Index  # [K], first group of the split
@@ -242,7 +241,7 @@ class GroupSplits:
 
     @cached_property
     def bounds(self) -> list[tuple[tuple[int, int], ...]]:
-        """Layer ranges of the groups of each split."""
+        """For each split of the layers into groups, the layer ranges of its groups."""
         stops = [np.cumsum(sizes) for sizes in self.sizes]
         return [
             tuple((int(stop) - size, int(stop)) for stop, size in zip(ends, sizes, strict=True))
@@ -305,8 +304,8 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: all if a split has up to `EVERY`, else the first two,
-        the middle one and the last two, where even and shrinking groups need the most."""
+        """Groups whose memory is computed: all of up to `EVERY`, else the first two, the middle one
+        and the last two, one of which needs the most if groups are even or shrink."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -351,7 +350,7 @@ class GroupSplits:
 
     @cached_property
     def ranges(self) -> list[list[tuple[int, int]]]:
-        """Layer ranges of the groups of each split, numbered in the whole model."""
+        """For each split of the layers: the layer ranges of its groups, numbered in the model."""
         first = self.kind.layers[0]
         return [[(start + first, stop + first) for start, stop in groups] for groups in self.bounds]
 
@@ -378,9 +377,9 @@ class GroupSplits:
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
-        """Return the bytes that a group's layers save for the backward: in the group that saves the
-        most, and in the first group, [splits, 1] each. `saved` [layers] has the bytes of each
-        layer; with `one_layer` only the largest layer of a group counts."""
+        """Return the bytes of a group's autograd graphs, for the group that has the most and for
+        the first group, [splits, 1] each. `saved` [layers] are the bytes of each layer; with
+        `one_layer` only the largest layer of a group counts."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

@@ -100,7 +100,7 @@ def best_plan(
 
 
 def _best_there(question: Question, strategies: Sequence[str] | None, seconds: float) -> Plan:
-    """Return the best plan of a question with fixed placement; without remedies if none fits."""
+    """Return a question's best plan with fixed placement; if none fits, no remedies are tried."""
     names = strategies or list(STRATEGIES)
     if question.sparse is not None:
         return best_sparse(question, partial(_plans, names=names, seconds=seconds))
@@ -122,9 +122,9 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
-    """Return the question in every placement of states and weights that it leaves open, in sets;
-    those that move the fewest bytes come first. A later set is tried only if no plan of an earlier
-    set fits."""
+    """Return a question for each placement of states and weights that this one leaves open, in
+    sets. Those that move fewest bytes come first; later sets are tried only if no plan before
+    fits."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory
@@ -156,10 +156,10 @@ def best_placed(
     plan_at: Callable[[Question], Plan],
     may_be_faster: Callable[[Question, Plan], bool] = lambda _, best: not best.fits,
 ) -> Plan:
-    """Return the best plan over all placements that the question leaves open. Of plans that fit, a
-    placement that moves more bytes wins only if it is faster by more than `search.TOLERANCE`; if
-    none fits, the plan that misses by the least wins. `plan_at` plans a placement; `may_be_faster`
-    says whether another placement is worth planning after a plan that fits with its margin."""
+    """Return the best plan over all placements that the question leaves open. If plans fit, one
+    that moves more bytes wins only if it is faster by more than `search.TOLERANCE`; if none fits,
+    the plan that misses by the least wins. `plan_at` plans a placement; once a plan fits with its
+    margin, `may_be_faster` says whether another placement is worth planning."""
     best: Plan | None = None
     for group in placements(question):
         for placed in group:
@@ -184,7 +184,7 @@ def _is_better(plan: Plan, best: Plan) -> bool:
 
 def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) -> bool:
     """Return whether a short search finds that the question's placement may beat the best plan of
-    another placement. Named strategies always may, since planning them is quick."""
+    another placement. True for named strategies, which are planned quickly."""
     if names is not None and GROUPED not in names:
         return True
     roomy, update = with_room(replace(question, sparse=None)), update_seconds(question)
@@ -195,9 +195,9 @@ def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) 
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the best plan, with memory and time of its whole program, and the other plans. If the
-    whole program is too large, or slower than another plan, another plan is chosen. Programs of
-    fewer chunks or layers are used where they are exact enough."""
+    """Return the best plan and all others. The best has the memory and time of its program with all
+    chunks and layers, or of a smaller program where that is exact enough. If it then does not fit,
+    or is slower than another plan, another is chosen."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
@@ -242,7 +242,7 @@ def plan_as_written(
 
 
 def _is_same(question: Question, first: Schedule, second: Schedule) -> bool:
-    """Return whether two schedules are equal, with groups given by one size or by all sizes."""
+    """Return whether two schedules are equal, even if one gives one size for all its groups."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = [group_ranges(schedule, layers, stages) for schedule in (first, second)]
     return ranges[0] == ranges[1] and replace(first, groups=second.groups) == second
@@ -265,7 +265,7 @@ def longest_contexts(
     margin and takes at most `max_step` seconds per step. Strategies without such a plan are left
     out. Contexts are found to within 1 / 64. With `max_step` they come from a few searches of
     `seconds` each; more seconds may find longer ones, by up to a fifth in tests. Plans are the
-    fastest of their context, since it has no use for the memory that a slower plan would save."""
+    fastest of their context, even if a slower one takes less memory."""
     refuse_layout(question)
     found: dict[str, Plan] = {}
     for placed in (one for group in placements(question) for one in group):
@@ -316,7 +316,8 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """Plan at a strategy's longest context, up to that of `plan`, in `most` seconds per step."""
+    """Return a strategy's plan for the longest context, up to that of `plan`, that takes at most
+    `most` seconds per step; None if there is none."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
@@ -415,7 +416,7 @@ def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
     """Return the schedule of a named strategy for this question. `memo` saves the activations of as
-    many tokens as its bounds allow; chunks are enlarged to keep to at most `most` cells."""
+    many tokens as `solve_alpha` allows. Chunks grow to keep to at most `most` cells."""
     tokens, layers = question.run.tokens, most_layers(question)
     schedule = replace(strategy(name, layers, tokens), weights=question.weights)
     if question.layout.pipeline > 1:  # the stages are the groups
@@ -427,8 +428,8 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
 
 
 def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
-    """Return the plans of the named strategies. `grouped` is searched last, since the other plans
-    bound the search from above; it returns the fastest of them if it finds nothing faster."""
+    """Return the plans of the named strategies. `grouped` is searched last, since it has to beat
+    the other plans; if no schedule does, its plan is the fastest of theirs."""
     for name in names:
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -454,8 +455,8 @@ def _runs(schedule: Schedule, layout: Layout) -> bool:
 def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
-    """Search the whole space, and return the best plan and the faster plan that it replaced to save
-    bytes. Plans have to beat the fastest of `others`, and to leave the margin unless none can. If
+    """Search the whole space for plans faster than `others` that leave the margin, or only fit if
+    none can. Return the best plan and, if that is slower but takes fewer bytes, the fastest too. If
     nothing is found, return the schedule of the least memory, which fits if any does."""
     roomy = with_room(question)
     found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
@@ -608,8 +609,8 @@ def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
 
 
 def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the best of these plans and of copies with narrower chunks, then the fastest if that
-    is another plan. They are called `grouped`: its space contains every strategy."""
+    """Return the best of these plans and of their copies with shorter chunks, then the fastest if
+    that is another plan. All are called `grouped`, whose space contains every strategy."""
     known = [*plans, *_narrower(question, plans)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
@@ -618,8 +619,8 @@ def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """Return copies of the plans with chunks halved for as long as that is better, down to the
-    search's finest chunk. The best plans come first: a long sequence leaves no time for all."""
+    """Return copies of the plans with chunks halved for as long as the plan gets better, down to
+    the search's shortest chunk. The best plans come first, since time may not suffice for all."""
     sparse, found = _sparse_of(question), list[Plan]()
     finest = max(sparse.page, min(chunk_sizes(question)))
     heap = [(plan.rank(), place, plan) for place, plan in enumerate(plans)]
@@ -651,8 +652,8 @@ def _sparse_of(question: Question) -> Sparse:
 
 
 def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
-    """Yield schedules with sparse attention for a dense one: with the chunk rounded up to whole
-    pages, and also with attention recomputed, which costs less than in dense attention."""
+    """Yield sparse forms of a dense schedule: with the chunk rounded up to whole pages; then also
+    with attention recomputed, not saved, which costs less than in dense attention."""
     form = schedule.with_sparse(sparse)
     yield form
     if schedule.attention_save_fraction and not schedule.activation_save_fraction:

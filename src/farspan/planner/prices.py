@@ -74,8 +74,7 @@ class TiledPrices:
 
     def again(self, i: Backward) -> float:
         """Seconds that tiles add to a backward: the token-wise modules' forward once more, and for
-        each tile but one another pass over the sums of weight gradients. All the layer's memory
-        traffic counts as repeated, though a sixth (rotations, residual sums) is not."""
+        each tile but one another pass over the sums of weight gradients."""
         if not self.cells.has_tiles(i):
             return 0.0
         work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
@@ -83,6 +82,7 @@ class TiledPrices:
         elements = max(0, work.parameters - sum(inner * outer for inner, outer in others))
         trained = work.trainable / work.parameters if work.parameters else 1.0
         passes = len(self.cells.sizes(i)) - 1
+        # All of the layer's traffic, though a sixth (rotations, residual sums) is not repeated.
         moved = float(work.forward_traffic * self._tokens(i) * rows)
         moved += passes * trained * elements * self.traffic
         return self._feed_forward(i) + self.moved(moved)
@@ -174,7 +174,7 @@ def rates_of(question: Question) -> Rates:
 
 @dataclass(slots=True)
 class _PriceRule:
-    """Rule that prices the instructions of one type, with the prices found so far."""
+    """Rule that prices the instructions of one type, and the prices known by now (`known`)."""
 
     decides: Callable[[Any], Hashable]  # instructions with equal keys cost the same
     price: Callable[[Any], Cost]
@@ -183,7 +183,7 @@ class _PriceRule:
 
 @dataclass(slots=True)
 class Prices:
-    """Seconds of every instruction in one rank's program. The question has the whole model.
+    """Seconds of every instruction in one rank's program. `question` is about all ranks.
 
     With `together`, copies run in both directions at once, at rates measured that way. Equal layers
     at the same chunk cost the same and are priced once.
@@ -445,7 +445,7 @@ class Prices:
         return self.collectives.gather(elements) + fetched
 
     def _own_bytes(self, elements: int, width: int) -> float:
-        """Bytes of a rank's shard that are copied to or from main memory, or 0."""
+        """Return the bytes of a rank's shard if it is copied to or from main memory, else 0."""
         away = self.question.weights is HOST and not self.program.streams()
         return elements * width * away / (fsdp_ranks(self.question) * self.question.layout.tensor)
 
@@ -512,8 +512,8 @@ class Prices:
         return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
 
     def _begin(self, size: int) -> float:
-        """Return the seconds of preparing the sums of gradients: sums of earlier batches are
-        fetched, else zeroed. Several ranks add earlier batches last."""
+        """Return the seconds of preparing sums of gradients: one device fetches those of earlier
+        batches, else they are zeroed (several ranks add earlier batches after the backward)."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 
@@ -560,7 +560,7 @@ class Prices:
         return row_bytes(kind, self.program.model, spec, self.program.run.batch)
 
     def saved_row(self, spec: LayerSpec) -> int:
-        """Bytes per token of activations that are copied only if the cell's graph is saved."""
+        """Bytes per token of the activations that a cell copies if it saves its graph."""
         return self.program.run.batch * spec.activation_bytes
 
     # -- rates -----------------------------------------------------------------------------------

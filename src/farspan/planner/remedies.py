@@ -118,7 +118,7 @@ def _on_host(question: Question) -> Changes:
 
 
 def _on_disk(question: Question) -> Changes:
-    """Yield moves of AdamW's states to a drive, for one device that has them in main memory."""
+    """Yield changes that move AdamW's states from memory to a drive, for one device."""
     exact = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
     exact = exact and not (question.open.drive or question.open.apart)
     if not exact or question.layout.devices() > 1 or question.machine.unified:
@@ -242,8 +242,7 @@ def _sharing(question: Question, most: int) -> Changes:
 
 
 def _cards(question: Question) -> Changes:
-    """Yield machines with more GPU memory, smallest first, each at least 10% above the one
-    before."""
+    """Yield machines with more GPU memory, smallest first, each at least 10% above the last."""
     here = question.machine
     usual = find_machine(here.name) if here.name in names() else None
     if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):

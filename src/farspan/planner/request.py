@@ -176,9 +176,9 @@ DISTILLED = 64  # default ids per token whose log-probabilities a teacher gives
 def loss_of(
     kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
 ) -> Objective:
-    """Return the loss of these names. `adapters` says whether only adapters are trained; a loss
-    that needs a reference reads its stored values unless `reference` names another way; `ids` is
-    the number of tokens that distillation compares. Raises UnsupportedError naming the field."""
+    """Return the loss with these options. A loss that needs a reference model reads its stored
+    log-probabilities unless `reference` names another source; `adapters`: only adapters are
+    trained; `ids`: tokens that distillation compares. Raises UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
     loss = LossKind(kind)
@@ -399,9 +399,9 @@ def read_margin(given: str | int) -> float | int:
 
 def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
     """Return the bytes that a plan should leave free on a device and in a node's main memory.
-    `given` is bytes, or a share that includes the machine's reserve. None means a share of `SHARE`
-    of a device, and no margin of main memory, whose reserve is enough. On unified memory only the
-    host has a margin. Raises UnsupportedError."""
+    `given` is bytes, or a fraction that includes the machine's reserve. None means the fraction
+    `SHARE` of a device, and nothing in main memory, whose reserve is enough. On unified memory only
+    the host has a margin. Raises UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
     host = 0 if given is None else _share_bytes(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:
@@ -428,7 +428,7 @@ def with_room(question: Question) -> Question:
 
 
 def of_whole(question: Question, plan: Plan) -> Plan:
-    """Return a plan made for the question of `with_room` as a plan of the original question."""
+    """Convert a plan for the question of `with_room` to a plan of the original question."""
     more = question.host_share() - plan.question.host_share()
     on_device = question.machine.device_bytes - plan.question.machine.device_bytes
     on_device = more if question.machine.unified else on_device

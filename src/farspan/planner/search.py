@@ -59,7 +59,7 @@ KINDS = 27  # kinds of kept choices for each split, numbered by SaveCounts.alike
 
 @dataclass(slots=True)
 class Choices:
-    """N schedules of a grid that are not simulated yet, by their bounds of time, then of bytes."""
+    """N schedules of a grid that are not simulated yet, with bounds of their seconds and bytes."""
 
     index: Index  # into the grid, [K, F, T], flattened
     seconds: Array
@@ -110,9 +110,9 @@ class SearchEffort:
 
 
 class Frontier:
-    """Schedules of one grid that are not simulated yet, listed only when needed (`open`). `lowest`
-    is a lower bound of the seconds of those left, `bound` of all. Most grids are never opened:
-    their schedules, or those that fit (`settle`), are all slower than the best plan."""
+    """Schedules of one grid that are not simulated yet; `open` lists them. `bound` is a lower bound
+    of the seconds of every schedule, `lowest` of those not simulated. Most grids are never opened:
+    even of schedules that fit (`settle`), none beats the best plan."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Frontier:
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
-        """Raise the lower bound of time to that of the schedules whose memory may fit."""
+        """Raise the lower bound of time: count only schedules that may fit in memory."""
         self.is_settled = True
         self._bound(self.fits())
 
@@ -183,8 +183,9 @@ class Frontier:
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
     def step(self, cells: "TransientCache") -> Schedule | None:
-        """Remove the fastest schedule and return it. Return None if bytes that its cells allocate
-        briefly were counted only now, since another schedule may then be the fastest that fits."""
+        """Remove the fastest schedule and return it. Return None if the bytes that its cells
+        allocate briefly were not counted yet: they are counted now, and another schedule may be the
+        fastest that fits."""
         choices = self.choices
         assert choices is not None
         kind = int(choices.kind[0])
@@ -207,7 +208,7 @@ class Frontier:
 
     def transients(self, kind: int, cells: "TransientCache") -> Array:
         """Return the bytes that cells allocate briefly in one kind of schedules (equal split,
-        chunks saved alike), beyond those that `within` counts, [kinds of rank, 1]."""
+        chunks saved alike), without those that `within` counts already, [kinds of rank, 1]."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:
@@ -269,14 +270,15 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, by kind of schedule (one split, chunks saved alike)."""
+    """Bytes that cells allocate briefly, one number for each kind of schedule: those with the same
+    split whose chunks save alike."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, grid: ScheduleGrid) -> Array:
-        """Bytes by which modules outside the layers exceed each bound, [splits, save counts]."""
+        """Bytes of the embedding's last backward above `momentary`, [splits, save counts]."""
         chunk = grid.schedule.chunk
         if chunk not in self._outside:
             given = grid.schedule
@@ -285,7 +287,7 @@ class TransientCache:
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(grid)))
 
     def beyond(self, grid: ScheduleGrid, split: int, alike: int) -> float:
-        """Fewest bytes by which the cells of one kind of schedule exceed their memory bound."""
+        """Fewest bytes by which the cells of one kind of schedule exceed `momentary`."""
         saves, s, sizes = grid.saves, grid.schedule, grid.splits.sizes[split]
         members = saves.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
@@ -519,10 +521,9 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
-    """Return the plans with better `loss_chunk_size` and `kv_block`, which are chosen for the first
-    plan. A plan stays as it is if it does not fit with them. After `seconds` of `SearchEffort` no
-    more programs are tried. Each plan's `gap` assumes that the new sizes shorten any step as
-    much."""
+    """Return the plans with better `loss_chunk_size` and `kv_block`, chosen for the first plan. A
+    plan that does not fit with them keeps its own. After `seconds` of `SearchEffort` no more
+    programs are tried. For its `gap`, other schedules are taken to gain as many seconds."""
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)
@@ -534,7 +535,7 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort) -> Plan:
-    """Return the plan with the largest of `sizes` that promises to pay, fits and does save time."""
+    """Return the plan with the largest of `sizes` that fits and saves time, or `plan` itself."""
     for tokens in reversed(_worth_having(plan, field, sizes)):
         if effort.is_spent:
             break
@@ -545,7 +546,7 @@ def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort
 
 
 def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that each save at least a fraction `WORTH` of the step, by their prices."""
+    """Return those of `sizes` that by their prices save a fraction `WORTH` of the step or more."""
     found, known = list[int](), _work(plan, plan.schedule)
     for tokens in sizes:
         work = _work(plan, _with(plan.schedule, field, tokens))
@@ -556,8 +557,8 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 
 
 def _work(plan: Plan, schedule: Schedule) -> float:
-    """Seconds of the head and of one forward and backward of every cell; other costs do not depend
-    on the sizes. With sparse attention only the head counts, since only its size is chosen."""
+    """Seconds of what depends on `loss_chunk_size` and `kv_block`: the head, and a forward and
+    backward of every cell. With sparse attention `kv_block` is fixed, so only the head counts."""
     cell_prices = CellPrices(plan.question, schedule)
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
@@ -590,7 +591,7 @@ def _with(schedule: Schedule, field: str, size: int) -> Schedule:
 
 
 def _blocks(plan: Plan) -> Iterator[int]:
-    """Yield values of `kv_block` to try, if K, V lie on the device and calls can get longer."""
+    """Yield larger values of `kv_block` to try, if K, V lie on the device and calls get longer."""
     question, schedule = plan.question, plan.schedule
     batch, tokens = question.run.batch, question.run.tokens
     if schedule.kv is Tier.HOST or schedule.sparse is not None or question.layout.ring > 1:

@@ -1,4 +1,4 @@
-"""The schedules that the search chooses from: every split, every switch, on a grid.
+"""The schedules that the search chooses from: every split into groups, every option, on a grid.
 
 Groups. For every number of groups G, layers are cut as evenly as possible; where boundaries lie on
 the device, also tapered: the backward of an early group runs after the boundaries above it are
@@ -62,14 +62,14 @@ class Space:
     weights: Tier = Tier.DEVICE
 
     def schedules(self) -> Iterator[Schedule]:
-        """Yield one schedule for each chunk size, split and set of switches, without duplicates."""
+        """Yield one schedule for each chunk size, split and set of options, without duplicates."""
         for chunk in self.chunks:
             for split in self.splits:
                 for base in self._switches(split):
                     yield replace(base, chunk=chunk, groups=split)
 
     def grids(self) -> Iterator[tuple[Schedule, tuple[Split, ...]]]:
-        """Yield a schedule for each chunk size and set of switches, with all its splits."""
+        """Yield a schedule for each chunk size and set of options, with all its layer splits."""
         found: dict[Schedule, list[Split]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
@@ -160,8 +160,8 @@ def even(layers: int, groups: int) -> tuple[int, ...]:
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     """Return the group sizes, first the largest, that hold the fewest bytes per token while the
-    fullest group runs backward. The hidden states between the groups below, the gradient of the
-    group's output unless the head makes it, and the group's K, V, dK, dV count."""
+    fullest group runs backward. These bytes are the group's K, V, dK, dV, the hidden states between
+    the groups below, and the gradient of the group's output unless the head makes it."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
     # Recurrent layers have no K, V; those that attend are dealt evenly among them.
@@ -170,7 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """Return the largest sizes of at least one layer that hold up to `level` bytes."""
+        """Return the largest group sizes, each a layer or more, that hold up to `level` bytes."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
@@ -232,7 +232,8 @@ def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
 
 
 def with_alpha(question: Question, schedule: Schedule) -> Schedule:
-    """Return the schedule that saves activations of MEMO's alpha of the tokens, in whole chunks."""
+    """Return the schedule that saves the activations of a fraction of the tokens, MEMO's alpha,
+    rounded down to whole chunks."""
     layout, alpha = question.layout, solve_alpha(question, schedule).value
     chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
     tokens = chunks[-1][1]

@@ -36,7 +36,7 @@ class Sharing:
     stages: int = 1  # of a pipeline, which also share the modules outside the layers
 
     def own(self, layers: int, outer: int) -> int:
-        """Return one device's share of sizes in the layers and outside, in elements or bytes."""
+        """Return one device's share of `layers` in the layers and `outer` outside, in any unit."""
         return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
@@ -44,8 +44,8 @@ class Sharing:
         return -(-size // self.tensor)
 
     def gathered(self, hidden_bytes: int) -> int:
-        """Return the bytes of other devices' tokens that a layer's graph saves. `hidden_bytes` is
-        the size of the hidden states of this device's part of a chunk."""
+        """Return the bytes that a layer's graph saves of tokens gathered from other devices.
+        `hidden_bytes` is the size of the hidden states of this device's part of a chunk."""
         return BLOCKS * (self.tensor - 1) * hidden_bytes
 
 
@@ -122,12 +122,12 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
 
 
 def _packed(model: ModelSpec) -> int:
-    """Return the bytes that quantization saves; every device has all quantized weights."""
+    """Return the bytes that quantization saves on one device; every device has all such weights."""
     return sum(layer.work.packed for layer in model.layers)
 
 
 def _states_on_host(question: Question) -> States:
-    """States of whole weights on the host, where `.grad` is the sum over chunks if wide enough."""
+    """States with all weights on the host; `.grad` is the sum over chunks if wide enough."""
     model = question.model
     wide, final = model.accumulate_bytes(), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)

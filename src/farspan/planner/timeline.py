@@ -288,8 +288,8 @@ def fold(
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
     """Return indices of entries that represent all, each with the number of entries that it
-    represents. The first and the last entry stay. Of a period that repeats between them, the first
-    and last `once` copies stay, and one more copy represents the rest."""
+    represents. The first and the last entry stay. Where a sequence repeats between them, its first
+    `once` and last `once` copies stay, and one more copy represents the rest."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(
@@ -318,7 +318,7 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
 def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
     """Return a step's seconds without the update for a program with the layers of a `fold`, and the
     seconds added by an update that runs `beside` it. A layer that represents several is timed once
-    and multiplied, which is exact if the queues repeat their pattern by then."""
+    and multiplied, which is exact if such layers keep the queues busy in the same way."""
     costs = _costs(prices)
     alone = _Clock(prices, costs).run()
     return alone, _waited(prices, costs, alone) if beside else 0.0

@@ -83,7 +83,7 @@ class _Graph:
 
 class Walk:
     """Simulation of the memory that one program's cells allocate, instruction by instruction. Its
-    fields are those of `engine.interpreter`."""
+    fields hold bytes where the interpreter (`engine.interpreter`) has tensors of the same names."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Walk:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
-        """Allocate the gradients of all weights, without sums of them if `.grad` is the sum."""
+        """Allocate the gradients of all weights; they count as their own sums if wide enough."""
         if not self.streams:
             outer = sum(self.outer_weights.values())
             self._take(self._final(sum(map(sum, self.weights)), outer))
@@ -175,11 +175,12 @@ class Walk:
         return Peak(self.peak, gradients, sums)
 
     def _final(self, layers: int, outer: int = 0) -> int:
-        """Return the bytes of `.grad` for `layers` elements in the layers and `outer` outside."""
+        """Return the bytes of `.grad` for `layers` elements in the layers, `outer` outside."""
         return 0 if self.leaves else self.sharing.own(self.final * layers, self.final * outer)
 
     def _settle(self, layers: int, outer: int = 0) -> None:
-        """Replace fp32 sums of gradients by `.grad`: `layers` elements, `outer` outside them."""
+        """Free the fp32 sums of gradients and allocate `.grad`, for weights with `layers` elements
+        in the layers and `outer` outside."""
         size, final = self.wide * (layers + outer), self._final(layers, outer)
         if self.leaves:
             self._rise(self.sharing.own(self.wide * layers, self.wide * outer))
@@ -337,7 +338,7 @@ class Walk:
         return True, value, fresh
 
     def _start(self, start: int, window: int | None) -> int:
-        """Return an earlier start whose cell has key blocks of the same sizes, so both share a
+        """Return an earlier start of a chunk that sees blocks of the same sizes, so both share a
         result. Only the number of full blocks differs, and these run one after the other."""
         schedule = self.program.schedule
         size, chunks = schedule.kv_block, len(self.program.chunks)
@@ -357,8 +358,8 @@ HALF = ("bfloat16", "float16")
 
 
 def workspace_bytes(question: Question, schedule: Schedule) -> int:
-    """Bytes of the largest attention call's workspace on the device. The schedule is in tokens of
-    one device (`own_schedule`). Without a measurement, only deterministic kernels' sums count."""
+    """Workspace bytes of the largest attention call on the device; `schedule` is in tokens of one
+    device (`own_schedule`). Without a measurement, only deterministic kernels' sums of dQ count."""
     return max(_bytes(question, schedule, spec) for spec in question.model.layers)
 
 

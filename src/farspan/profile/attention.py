@@ -58,8 +58,8 @@ def attention_bytes(
     chooses: bool,
 ) -> tuple[int, int]:
     """Return the peak bytes of one chunk's attention, (forward, backward), including results but
-    not q, k and v. `run` is (batch, bytes of an element); `heads_first` says that heads precede
-    tokens in the memory of q; `chooses` says that the cell chooses pages."""
+    not q, k and v. `run` is (batch, bytes of an element). With `heads_first`, heads precede tokens
+    in the memory of q; with `chooses`, the cell also chooses the pages that it attends to."""
     batch, width = run
     memory = Memory()
 
@@ -216,7 +216,7 @@ def _sink_gradient(
 
 
 class _Sum:
-    """Sum of partial results. A first part with the full shape becomes the sum without a copy."""
+    """Sum of partial results; a first one of the full shape becomes the sum without a copy."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width
@@ -261,7 +261,7 @@ def own_blocks(call: Call) -> tuple[Block, ...]:
 
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
-    """Yield blocks of earlier keys in ascending order; blocks with keys in common come together."""
+    """Yield blocks of earlier keys in ascending order, in tuples of blocks that share keys."""
     for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 

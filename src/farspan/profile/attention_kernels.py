@@ -72,7 +72,7 @@ class MetaTensor:
         return self.storage.memory
 
     def with_heads_first(self) -> bool:
-        """Return whether heads precede tokens in memory, if there are several of both."""
+        """Return whether heads precede tokens in memory; False if there is only one of either."""
         return self.heads_first and min(self.shape[1:3]) > 1
 
 
@@ -130,7 +130,7 @@ def merge(out: MetaTensor, lse: MetaTensor, part_out: MetaTensor, part_lse: Meta
 
 
 class QueryTensors(NamedTuple):
-    """Inputs of a backward with one row per query, as in `attention.backends.BackwardQueries`."""
+    """Those inputs of a backward with a row per query: `attention.backends.BackwardQueries`."""
 
     dout: MetaTensor
     q: MetaTensor
@@ -325,8 +325,8 @@ def _flat(x: MetaTensor, shape: tuple[int, ...]) -> MetaTensor:
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
-    """Yield the few tiles that reach the peak memory, as (queries, tiles of keys): the largest
-    tiles of queries, each with its first and last tiles of keys."""
+    """Yield (number of queries, tiles of keys) for the few tiles of queries that reach the peak
+    memory: the largest ones, each with the first and last tiles of keys that it sees."""
     starts = list(range(block.q_start, block.q_stop, TILE))
     for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
         tiles = key_tiles(block, q_start, TILE)

@@ -187,7 +187,7 @@ def hub_name(field: str, name: str) -> str:
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """Split `name@revision` into name and revision; a folder's or missing revision is None."""
+    """Split `name@revision` into name and revision, which is None if missing or for a folder."""
     name, _, revision = model.partition("@")
     on_hub = revision and _HUB_NAME.fullmatch(name) and not Path(model).expanduser().exists()
     return (name, revision) if on_hub else (model, None)

@@ -75,7 +75,7 @@ def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
 
 def _outer(model: ModelSpec) -> OuterProfile:
     """Estimate the modules outside the layers. Logits of one loss piece exist once in the model's
-    dtype and three times in the accumulate dtype. All weights count as the head's."""
+    dtype and three times in the accumulate dtype. All weights count as used by the head."""
     width, trained = model.element_bytes, model.outer_trainable()
     hidden = model.hidden * width
     wide = model.accumulate_bytes()
@@ -115,7 +115,7 @@ def unpacked_bytes(inner: int, outer: int, width: int) -> int:
 
 def adapted(layer: LayerSpec, rank: int) -> Widths:
     """Return the (input, output) widths of a layer's linear modules that have adapters of this
-    rank. In the list of products, the two of an adapter follow that of its module."""
+    rank: `products` lists a module's product, then the two of its adapter."""
     products = layer.work.products
     return tuple(
         (inner, outer)
@@ -126,7 +126,7 @@ def adapted(layer: LayerSpec, rank: int) -> Widths:
 
 def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile:
     """Return the profile with the weights of these linear modules in 4 bits; `linears` has their
-    widths by kind of layer. At each moment of a cell the largest weight counts as unpacked."""
+    widths by kind of layer. Throughout a cell the largest weight counts as unpacked."""
     width = profile.spec.element_bytes
     spared = {
         kind: sum(inner * outer * width - packed_bytes(inner, outer) for inner, outer in of)
@@ -149,7 +149,7 @@ def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile
 
 
 def _unpacking(kind: KindProfile, more: int) -> KindProfile:
-    """Return a layer kind's profile with `more` bytes at every moment outside attention."""
+    """Return a layer kind's profile with `more` bytes throughout a cell except during attention."""
     cells = {name: _raised(lines, more) for name, lines in kind.cells.items()}
     return replace(kind, cells=cells)
 

@@ -19,13 +19,13 @@ Peak = tuple[Line, ...]  # lines of moments, each possibly the peak
 
 
 def at(line: Line, *tokens: int) -> int:
-    """Bytes of a linear function at these counts of tokens, which include all sequences."""
+    """Bytes that a linear function gives for counts of tokens, each summed over all sequences."""
     constant, *slopes = line
     return ceil(constant + sum(a * b for a, b in zip(slopes, tokens, strict=True)) - 1e-6)
 
 
 def highest(peak: Peak, *tokens: int) -> int:
-    """Largest bytes of several linear functions at these counts of tokens; 0 without functions."""
+    """Largest bytes that linear functions give for these counts of tokens; 0 if there are none."""
     return max((at(line, *tokens) for line in peak), default=0)
 
 
@@ -49,8 +49,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class CellLines:
-    """Memory of a layer's cell, run in one way (`form`), as linear functions (lines) of the cell's
-    tokens and, with token-wise modules on tiles, a tile's. A backward's lines include the graph."""
+    """Memory of a layer's cell, run in one way (see `form`). Each field has linear functions
+    (lines) of the cell's tokens and, if token-wise modules run on tiles, of a tile's. A backward's
+    lines include the graph."""
 
     asked: Peak  # until the cell calls attention, where a pass for K, V stops
     before: Peak  # until attention kernels run
@@ -96,7 +97,7 @@ def form(
 
 @dataclass(frozen=True, slots=True)
 class OuterProfile:
-    """Memory outside the layers. The head's is linear in tokens of a chunk and of a loss piece."""
+    """Memory outside the layers. The head's is linear in a chunk's and a loss piece's tokens."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
     by_head: tuple[bool, ...]  # whether the head begins their sums, not the embedding's backward
@@ -114,7 +115,7 @@ class OuterProfile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelProfile:
-    """Memory profile of a model in one variant. Each is one object, compared by identity."""
+    """Memory profile of a model in one variant. Profiles are equal only if they are one object."""
 
     spec: ModelSpec
     kinds: tuple[KindProfile, ...]
@@ -244,8 +245,8 @@ class ProfiledCells:
 
 
 def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
-    """Return the memory of a cell as it is run or, if that was not measured, of the nearest way to
-    run it that was: a layer may lack runs on tiles or with an unread product."""
+    """Return the memory of a cell, run as `kind` says. If that way was not measured, return the
+    nearest that was: a layer may lack runs on tiles or with a product that nothing reads."""
     named = form(
         graph=kind.graph,
         kept=kind.kept,
@@ -290,7 +291,7 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Return the tensors whose gradient sums the head begins, or else the embedding."""
+        """Return names of tensors whose gradient sums begin in the head, else in the embedding."""
         pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
         return frozenset(name for name, is_head in pairs if is_head is by_head)
 

@@ -53,7 +53,7 @@ class Profiles:
     _known: dict[Variant, ModelProfile] = field(default_factory=dict, init=False)
 
     def rank(self, lora: int) -> int | None:
-        """Return `Variant.rank` for LoRA of this rank; None if the model has adapters already."""
+        """Return `Variant.rank` for LoRA of rank `lora`; None if the model has adapters already."""
         return lora if self.made is None else None
 
     def widest_rank(self) -> int:
@@ -160,7 +160,7 @@ def shipped(preset: str) -> dict[str, Any]:
 
 
 def make(config: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
-    """Measure the variants of a model whose profiles ship, and return them by `Variant.key`."""
+    """Measure a model in the variants whose profiles ship, and return them by `Variant.key`."""
     profiles: dict[str, Any] = {}
     for variant in SHIPPED:
         profiles[variant.key()] = to_json([measure(config, variant, "")])[0]
@@ -220,8 +220,8 @@ def _measuring() -> str:
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
-    """Convert profiles of a model at several ranks to plain values. Linear functions that are never
-    the peak are left out."""
+    """Convert profiles of a model at several ranks of adapters to plain values. Linear functions
+    that are never the peak are left out."""
     values = [_plain(profile) for profile in profiles]
     _prune(values)
     return values
@@ -247,7 +247,7 @@ def _whole(value: Any) -> Any:
 
 
 def _prune(values: Sequence[Any]) -> None:
-    """Remove linear functions (lines) that are never the peak, from values of equal structure."""
+    """Remove, in place, lines (linear functions) that are the peak in none of these profiles."""
     first = values[0]
     if isinstance(first, list):
         for items in zip(*values, strict=True):
@@ -265,7 +265,7 @@ def _prune(values: Sequence[Any]) -> None:
 
 
 def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
-    """Yield the indices of those lines that no other line exceeds in every number and profile."""
+    """Yield indices of lines (linear functions) that no other line exceeds in all profiles."""
     rows = [[number for line in lines for number in line] for lines in zip(*peaks, strict=True)]
     for place, row in enumerate(rows):
         others = (above for other, above in enumerate(rows) if above != row or other < place)
