@@ -142,7 +142,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion:
-    """A box of elements (ranges of dimensions): its place in a rank's tensor and in the whole."""
+    """A box of elements (a range per dimension): its place in a rank's tensor and in the whole."""
 
     here: tuple[int, ...]  # start in the rank's tensor
     there: tuple[int, ...]  # start in the whole
@@ -252,8 +252,8 @@ class _FsdpUnit:
 
 
 class ShardedParameters:
-    """A model's parameters, sharded over the ranks of `peers`. The parameters of a unit, which is a
-    layer or everything outside the layers, are gathered and reduced together.
+    """A model's parameters, sharded over the ranks of `peers`, and gathered and reduced by units: a
+    unit is a layer, or everything outside the layers.
 
     Unit l is `layers[l]`; unit `outer` is everything outside the layers. Layers of other pipeline
     stages are left alone. Parameters without requires_grad are sharded too, buffers are not. A

@@ -63,7 +63,7 @@ class WholeRows(KeyValues, Protocol):
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Attention of one chunk whose keys travel round a ring of ranks. The `AttentionCall` passed to
-    its methods describes this rank's queries and rows of keys; `q_start` is its first query."""
+    its methods describes this rank's queries and rows of keys; `q_start` is its first token."""
 
     peers: Communicator
     rows: Sequence[tuple[int, int]]  # of each rank: rows before the chunk, rows of the chunk
@@ -197,7 +197,7 @@ class _PeerRows:
             total[start:stop, rows] += part.permute(2, 0, 1, 3)
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Add dK and dV of these rows that the ranks passed earlier on the ring computed."""
+        """Add dK and dV of these rows, as computed by the ranks before this one on the ring."""
         for total, part in zip(self.gradients, (dk, dv), strict=True):
             total += part
 
@@ -281,7 +281,7 @@ class KVShards:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq of this rank's queries, dk, dv of its keys, summed over ranks, and the sinks'
-        gradient by its queries, as `chunk.attend_backward` does. `attended` is (out, lse)."""
+        gradient from its queries, as `chunk.attend_backward` does. `attended` is (out, lse)."""
         q, k, v = of_keys
         of_queries = [_token_first(x) for x in (q, attended[0], dout, attended[1])]
         gathered = _unpack(self.peers.gather(_pack(of_queries), self.counts), of_queries)

@@ -470,7 +470,7 @@ def _is_default(
     whole: dict[str, Any],
 ) -> bool:
     """Return whether an override has no effect only because its value is the model's default, such
-    as 32 for yarn's beta_fast, while other values, which are tried, have one."""
+    as 32 for yarn's beta_fast, while another value, tried here, has an effect."""
     if not isinstance(change.value, bool | int | float):
         return False
     value = change.value

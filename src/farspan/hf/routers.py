@@ -168,8 +168,8 @@ class RouterLoss:
         return self._sums.split((experts, experts, 1, 1))
 
     def rows(self, logits: Tensor) -> Tensor | None:
-        """Return 1.0 for rows of `logits` [rows, E] that count and 0.0 for others, [rows, 1]; None
-        if all count."""
+        """Return weights [rows, 1] for `logits` [rows, E]: 0.0 for rows of padding, 1.0 for others;
+        None without padding."""
         dtype = accumulate_dtype(logits.dtype)
         if self.is_padding:
             return logits.new_zeros(len(logits), 1, dtype=dtype)
