@@ -502,8 +502,9 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """Stops all ranks at the same checkpoint, see Note: [Stopping together]. The main thread calls
-    `pass_place`, the heartbeat thread calls `look`, and signal handlers may call `ask`."""
+    """Stops all ranks at the same call of `pass_place` (a checkpoint), see Note: [Stopping
+    together]. Main threads call `pass_place`, heartbeat threads `look`, and signal handlers may
+    call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
         """Join as this rank; other ranks' answers are waited for up to `patience` seconds."""
@@ -527,9 +528,9 @@ class CooperativeStop:
         return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:
-        """Return the reason to stop if all ranks stop at this checkpoint, 0 if they go on. All
-        ranks call it at the same checkpoints, between which they begin the same collectives. It
-        waits only after a request. Raises RankFailed if another rank does not answer."""
+        """Return the reason to stop if all ranks stop at this call, 0 if they go on. All ranks make
+        these calls in the same order, and begin the same collectives between two calls. Waits only
+        after a request. Raises RankFailed if another rank does not answer."""
         with self._changed:
             self._passed += 1
             if self._said is None or self._alone:
