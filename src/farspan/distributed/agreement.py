@@ -29,7 +29,7 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Digest of facts made earlier, and a function that describes the facts if ranks differ."""
+    """Facts given as a digest, and a function that returns them as text if ranks differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -63,7 +63,7 @@ class Agreement:
         self.facts.setdefault(scope, {}).update(facts)
 
     def digest(self, scope: tuple[str, ...], turn: int) -> int:
-        """Return a 64-bit digest of the facts for the axes `scope`, equal if they are equal."""
+        """Return a 64-bit digest of the facts for the axes `scope`: equal for equal facts."""
         found = hashlib.blake2b(digest_size=8)
         for name, fact in self.facts.get(scope, {}).items():
             found.update(f"\0{name}\0".encode())
@@ -100,7 +100,8 @@ class Ranks(Protocol):
 
 @contextmanager
 def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
-    """Compare facts as `ParallelContext.agreement` does, or not at all if this process is alone."""
+    """Yield an `Agreement` for a call. When the block ends, ranks compare its facts, as in
+    `ParallelContext.agreement`; with `ranks` None nothing is compared."""
     if ranks is None:
         mine = Agreement(call)
         yield mine
@@ -111,7 +112,7 @@ def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield bytes of tensors for a digest: shapes, dtypes, next elements. See Note: [Contents]."""
+    """Yield names, shapes, dtypes and some elements of tensors, as bytes. See Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
@@ -135,7 +136,7 @@ _DIGEST = "digest "
 
 
 def between(name: str, values: list[str]) -> str:
-    """Return an error message about a fact, with the ranks that have each of its values."""
+    """Return an error message with a fact's different values and the ranks that have each."""
     kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
     if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
         return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())

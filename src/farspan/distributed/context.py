@@ -90,8 +90,8 @@ class ParallelContext:
         return peers
 
     def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
-        """Return the process group for these axes. Axes with the same ranks share one: a gloo group
-        takes threads and half a second, and five axes of most layouts have one rank."""
+        """Return the process group along these axes. Axes with the same ranks share one, since a
+        gloo group takes threads and half a second; in most layouts five axes have one rank each."""
         several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
         if not several and alone:
             return None
@@ -292,8 +292,9 @@ class Rank0Weights:
 
     @classmethod
     def of(cls, ranks: ParallelContext, model: nn.Module) -> "Rank0Weights":
-        """Move the weights out of rank 0's model, and copy the model's buffers to every rank's
-        device. Raises UnsupportedError if the ranks' models have different modules."""
+        """Return the weights of rank 0's model, and leave meta tensors in every rank's model. The
+        model's registered buffers are copied to every rank's device. Raises UnsupportedError if the
+        ranks' models have different modules."""
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
         shapes = {n: str(tuple(x.shape)) for n, x in (*places.items(), *model.named_buffers())}
@@ -357,7 +358,7 @@ def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, WeightForm]:
 
 
 def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return, by every name of each parameter, the first name of that parameter."""
+    """Return, for every name of a parameter, the parameter's first name; tied ones share it."""
     first = {id(p): name for name, p in named.items()}
     return {name: first[id(p)] for name, p in places.items()}
 

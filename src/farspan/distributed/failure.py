@@ -143,7 +143,7 @@ class BackgroundTask(Protocol):
         store's RuntimeError, and ValueError for entries that farspan did not write."""
 
     def give_up(self) -> None:
-        """End the work, since heartbeats end or a fault is known. May be called twice."""
+        """End the work: no heartbeats follow, or a fault is known. May be called twice."""
 
 
 class FailureDetector:
@@ -181,8 +181,8 @@ class FailureDetector:
         self._where = self._meet()
 
     def _meet(self) -> list[_Home]:
-        """Return the machine and process of each rank. All ranks call this, and when it returns,
-        all have read the answers. Raises RankFailed if a rank does not come."""
+        """Return the machine and process of each rank, once all ranks have written theirs into the
+        store. All ranks call this. Raises RankFailed if a rank does not call it in time."""
         keys = [f"where/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], json.dumps(self._home))
         try:
@@ -217,8 +217,8 @@ class FailureDetector:
             raise raised from error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """Return the exception to raise for `error`, which ends this rank's block, and tell the
-        other ranks that this rank has left. See Note: [The store]."""
+        """Tell the other ranks that this rank has left its block. Return the exception to raise for
+        the `error` that ended the block; None if there was none. See Note: [The store]."""
         verdict: list[BaseException] = []
 
         def part() -> None:
@@ -295,14 +295,14 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own_fault(self, error: BaseException, words: str) -> Fault:
-        """Return this rank's fault for `error`, with its `words` unless it is a timeout."""
+        """Return this rank's fault for `error`, with the text `words`, or that of a timeout."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
 
     def _wait_for_cause(self) -> Fault | None:
         """Return the cause of a failed collective: the fault of a rank that failed or was late.
-        None if all other ranks live, have reached as many synchronisations and report nothing."""
+        None if all other ranks live, report nothing and have synchronised as often as this one."""
         late = self._behind()
         before = {rank: self._store.add(f"heartbeat/{rank}", 0) for rank in self._others()}
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
@@ -324,7 +324,7 @@ class FailureDetector:
         return None
 
     def _behind(self) -> dict[int, str]:
-        """Return, slowest first, the activities of ranks that have synchronised less than this."""
+        """Return activities of ranks with fewer synchronisations than this one, slowest first."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
@@ -335,7 +335,7 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 raises an error with the same words; waits a moment for that."""
+        """Return whether rank 0 raises an error with these words; waits two heartbeats for it."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
@@ -364,8 +364,8 @@ class FailureDetector:
                 self._task.give_up()
 
     def _listen(self) -> None:
-        """Measure how long the store has not answered, see Note: [The store]. Rounds of this loop
-        are counted, so the time for which this process itself was frozen does not count."""
+        """Measure for how long the store has not answered, see Note: [The store]. The measure is
+        rounds of this loop, so time in which this process itself was frozen does not count."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
@@ -431,7 +431,7 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _read_fault(self, store: Store) -> Fault:
-        """Wait for the published fault and return it; if it is not farspan's, one that says so."""
+        """Return the published fault once it is there; if malformed, a fault that says so."""
         text = store.get("fault").decode(errors="replace")
         try:
             rank, cause = json.loads(text)
@@ -470,7 +470,7 @@ def _words(error: BaseException) -> str:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return whether an error is shown without its type's name, as farspan's own errors are."""
+    """Return whether messages show an error without its type's name: only farspan's own errors."""
     return type(error).__module__.startswith("farspan.")
 
 
@@ -502,8 +502,9 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """Stops all ranks at the same checkpoint, see Note: [Stopping together]. The main thread calls
-    `pass_place`, the heartbeat thread calls `look`, and signal handlers may call `ask`."""
+    """Stops all ranks at the same call of `pass_place` (a checkpoint), see Note: [Stopping
+    together]. Main threads call `pass_place`, heartbeat threads `look`, and signal handlers may
+    call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
         """Join as this rank; other ranks' answers are waited for up to `patience` seconds."""
@@ -517,8 +518,8 @@ class CooperativeStop:
         self._missing = "all ranks"
 
     def ask(self, number: int) -> None:
-        """Request that all ranks stop. `number`, above 0, is the reason; of several the largest
-        counts. This takes no lock: a signal handler may interrupt the thread that holds it."""
+        """Request that all ranks stop. `number`, above 0, is the reason; among several requests the
+        largest counts. Takes no lock: a signal handler may interrupt the lock's holder."""
         self._asked = max(number, self._asked)
 
     @property
@@ -527,9 +528,9 @@ class CooperativeStop:
         return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:
-        """Return the reason to stop if all ranks stop at this checkpoint, 0 if they go on. All
-        ranks call it at the same checkpoints, between which they begin the same collectives. It
-        waits only after a request. Raises RankFailed if another rank does not answer."""
+        """Return the reason to stop if all ranks stop at this call, 0 if they go on. All ranks make
+        these calls in the same order, and begin the same collectives between two calls. Waits only
+        after a request. Raises RankFailed if another rank does not answer."""
         with self._changed:
             self._passed += 1
             if self._said is None or self._alone:

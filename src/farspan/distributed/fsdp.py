@@ -1,5 +1,5 @@
-"""Weights, gradients and optimizer states sharded over ranks as by FSDP2 (ZeRO, arXiv 1910.02054),
-and gathered and reduced at the program's operations.
+"""Weights, gradients and optimizer states sharded over ranks as by FSDP2 (ZeRO, arXiv 1910.02054);
+the program of a step says when to gather weights and reduce gradients.
 
 A unit is a decoder layer, or everything outside the layers. Each of its parameters becomes a
 DTensor sharded along dimension 0: rank r of P holds rows [r * c, (r + 1) * c), c = ceil(rows / P),
@@ -66,9 +66,9 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """Return, for each layer and for what is outside, its parameters with their first names and the
-    modules that have them; none for layers not in `here`. Raises UnsupportedError, beginning with
-    `field`, if layers share a parameter or parameters overlap: these cannot be moved."""
+    """Return the parameters of each layer, then those outside the layers, each with its first name
+    and the modules that have it; none for layers not in `here`. Raises UnsupportedError, naming the
+    setting `field`, if layers share a parameter or parameters overlap: these cannot be moved."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
@@ -142,14 +142,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion:
-    """A box of elements that is both in this rank's tensor and in the whole tensor."""
+    """A box of elements (a range per dimension): its place in a rank's tensor and in the whole."""
 
     here: tuple[int, ...]  # start in the rank's tensor
     there: tuple[int, ...]  # start in the whole
     sizes: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the box as a view of this rank's tensor."""
+        """Return this box of the rank's tensor, as a view."""
         for dim, (start, size) in enumerate(zip(self.here, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -157,7 +157,7 @@ class ShardRegion:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Boxes of a tensor of `shape` that this rank holds; none if it holds no part."""
+    """Boxes (`ShardRegion`) of a tensor of `shape` that this rank holds; it may hold none."""
 
     shape: tuple[int, ...]
     boxes: tuple[ShardRegion, ...]
@@ -187,7 +187,7 @@ def whole_placement(shape: Sequence[int]) -> ShardPlacement:
 
 
 def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> ShardPlacement:
-    """Return the placement of a rank's tensor that joins `ranges` of a tensor along `dim`."""
+    """Return the placement of a rank's tensor that consists of several `ranges` along `dim`."""
     starts = accumulate((stop - start for start, stop in ranges), initial=0)
     boxes = []
     for here, (start, stop) in zip(starts, ranges, strict=False):
@@ -252,7 +252,8 @@ class _FsdpUnit:
 
 
 class ShardedParameters:
-    """A model's parameters, sharded over the ranks of `peers`, and gathered and reduced by units.
+    """A model's parameters, sharded over the ranks of `peers`, and gathered and reduced by units: a
+    unit is a layer, or everything outside the layers.
 
     Unit l is `layers[l]`; unit `outer` is everything outside the layers. Layers of other pipeline
     stages are left alone. Parameters without requires_grad are sharded too, buffers are not. A
@@ -375,8 +376,8 @@ class ShardedParameters:
         places: Mapping[nn.Parameter, Tensor],
         before: Mapping[nn.Parameter, Tensor],
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield, in ZERO_0, each parameter that has a gradient on some rank, with the gradient
-        summed over ranks in their order, plus its value in `before`.
+        """Yield, in ZERO_0, each parameter that has a gradient on some rank, with that gradient
+        summed over ranks in their order, plus the gradient in `before` if it has one.
 
         Use a sum before the next is requested; all ranks iterate to the end. Gradients are taken
         out of `totals`; a rank without one uses the memory in `places`, zeroed.
@@ -415,8 +416,8 @@ class ShardedParameters:
     def places(
         self, before: Mapping[str, ShardPlacement] | None = None
     ) -> dict[str, ShardPlacement]:
-        """Return where this rank's part of each parameter lies in the whole. `before` has the
-        placements of parameters of which each rank had only a part before they were sharded."""
+        """Return where this rank's part of each parameter lies in the whole. `before` gives this
+        for parameters that were split already, as by tensor parallelism."""
         placements = {}
         for cut in (cut for unit in self._units for cut in unit.cuts):
             placement = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
@@ -534,8 +535,8 @@ class ShardedParameters:
         total: Tensor | None,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Return this rank's rows of a gradient summed over ranks, plus the same rows of `before`;
-        in ZERO_0 all rows, in the memory of `total` if its size fits."""
+        """Return this rank's rows of a gradient, the sum of the ranks' `total` plus the same rows
+        of `before`; in ZERO_0 all rows, in the memory of `total` if its size fits."""
         ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
@@ -592,7 +593,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's parts of gradients, a float64 scalar on `device`.
-    The caller adds the sums of other ranks, and sees to parts that several ranks hold."""
+    The caller sums these over ranks, and counts parts that several ranks hold only once."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)

@@ -49,7 +49,8 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """K, V of earlier chunks (`KeyValues`) that are also read and added to as whole rows."""
+    """K, V of earlier chunks (`KeyValues`) that also give all of this rank's rows at once, as a
+    ring sends them, and take the gradients of all these rows at once."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
         """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks, T rows."""
@@ -62,7 +63,7 @@ class WholeRows(KeyValues, Protocol):
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Attention of one chunk whose keys travel round a ring of ranks. The `AttentionCall` passed to
-    its methods is for this rank's queries and rows of keys, and its q_start is this rank's."""
+    its methods describes this rank's queries and rows of keys; `q_start` is its first token."""
 
     peers: Communicator
     rows: Sequence[tuple[int, int]]  # of each rank: rows before the chunk, rows of the chunk
@@ -89,7 +90,7 @@ class Ring:
     def attend_blocks(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse as `attend` does, but without sinks, and before out is rounded."""
+        """Return out, in the accumulate dtype, and lse as `attend` does, but without sinks."""
         others = self._others(k, v, key_values)
         out, lse = attend_blocks(call, q, k, v, key_values)
         out = out.to(lse.dtype)
@@ -107,9 +108,9 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk and dv of this rank's part of the chunk, summed over ranks, and the part of
-        d sinks from its queries, as `chunk.attend_backward` does. Gradients of this rank's earlier
-        rows, from the queries of all ranks, are added to `key_values`."""
+        """Return dq, dk, dv of this rank's part of the chunk, with the terms of all ranks, and the
+        sinks' gradient from its queries, as `chunk.attend_backward` does. dK, dV of this rank's
+        rows of earlier chunks, from the queries of all ranks, are added to `key_values`."""
         q, k, v = of_keys
         others = self._others(k, v, key_values)
         dq, dk, dv, _ = attend_backward(call, dout, q, k, v, attended, key_values)
@@ -134,14 +135,14 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return `call` for attention to peer `source`'s rows, all of which are earlier keys."""
+        """Return `call` for peer `source`'s rows, which all count as earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(
         self, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> Iterator[tuple[int, "_PeerRows"]]:
-        """Yield the other peers and their rows of keys, backwards from the previous peer. Transfers
-        overlap: own rows are in flight when this returns, and the next rows while some are used."""
+        """Start to send this rank's rows of keys. Return an iterator over the other peers and their
+        rows, from the previous peer backwards; the next rows arrive while some are used."""
         if self.peers.size == 1:
             return iter(())
         index = self.peers.index
@@ -162,14 +163,14 @@ class Ring:
             yield source, _PeerRows(k, v)
 
     def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
-        """Start to send peer `source`'s rows on, and to receive rows of the peer before it."""
+        """Start to send peer `source`'s rows on, and to receive rows of the peer before that."""
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
         return _pass_on(self.peers, parts, places, (k, v))
 
     def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
-        """Start to send peer `source`'s dK, dV on, and to receive dK, dV of the peer before it."""
+        """Start to send peer `source`'s dK, dV on, and to receive those of the peer before it."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
         return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))
@@ -196,7 +197,7 @@ class _PeerRows:
             total[start:stop, rows] += part.permute(2, 0, 1, 3)
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Add dK and dV of these rows that ranks before this one computed."""
+        """Add dK and dV of these rows, as computed by the ranks before this one on the ring."""
         for total, part in zip(self.gradients, (dk, dv), strict=True):
             total += part
 
@@ -237,8 +238,8 @@ Attended = tuple[Tensor, Tensor]  # out, lse
 @dataclass(frozen=True, slots=True)
 class KVShards:
     """Attention of one chunk whose queries travel to the ranks that hold the keys. The
-    `AttentionCall` passed to its methods is for all queries of the chunk and this rank's rows of
-    keys, and its q_start is the chunk's.
+    `AttentionCall` passed to its methods describes all queries of the chunk and this rank's rows of
+    keys.
 
     With a `ring`, the queries are those of one rank of the ring, and every shard has a ring.
     """
@@ -279,8 +280,8 @@ class KVShards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq of this rank's queries and dk, dv of its keys, summed over ranks, and the part
-        of d sinks from its queries, as `chunk.attend_backward` does. `attended` is (out, lse)."""
+        """Return dq of this rank's queries, dk, dv of its keys, summed over ranks, and the sinks'
+        gradient from its queries, as `chunk.attend_backward` does. `attended` is (out, lse)."""
         q, k, v = of_keys
         of_queries = [_token_first(x) for x in (q, attended[0], dout, attended[1])]
         gathered = _unpack(self.peers.gather(_pack(of_queries), self.counts), of_queries)

@@ -86,7 +86,7 @@ def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
 
 
 def _checked(size: int, sender: int) -> int:
-    """Return the announced size of a message. Raises RankFailed for one that no message has."""
+    """Return the announced size of a message. Raises RankFailed if no message has that size."""
     if not 0 <= size <= MOST_BYTES:
         raise RankFailed(
             f"rank {sender} announced a message of {size:,} bytes, but those of farspan have at "

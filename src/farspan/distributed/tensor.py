@@ -105,7 +105,8 @@ class TensorParallel:
 
 
 class _SharedBlock(StandIn):
-    """Stand-in for a block that gathers all ranks' tokens and scatters the sum of the outputs."""
+    """Stand-in for a layer's attention or MLP that gathers all ranks' tokens, runs this rank's
+    slice on these, and scatters the sum of the ranks' outputs."""
 
     def __init__(
         self, inner: nn.Module, bias: nn.Parameter | None, peers: Communicator, counts: Counts
@@ -126,8 +127,8 @@ class _SharedBlock(StandIn):
 
 
 class _Wide(nn.Module):
-    """Stand-in for a module that needs all ranks' features; it returns this rank's part of the
-    outputs.
+    """Stand-in for a module in attention or an MLP that needs all ranks' features, such as a norm;
+    it returns this rank's part of the outputs.
 
     The backward gathers the gradients of all features too. So the module computes the same bits as
     in the whole model, and no rank's part of a sum is rounded to the module's dtype.
@@ -167,8 +168,8 @@ class _LocalHeads:
 def local_block(
     module: nn.Module, block: TensorBlock, ranks: int, index: int, gather: GatherFeatures
 ) -> nn.Module:
-    """Return a copy of a block with this rank's slices of weights. Its output is this rank's part
-    of a sum over ranks, without the last module's bias."""
+    """Return a copy of attention or an MLP (`block`) for this rank's slices of weights. Its output,
+    summed over ranks, is that of the whole block without the last module's bias."""
     last = module.get_submodule(block.last)
     inside: dict[str, nn.Module] = {
         block.last: shell_of(last, parameters={"bias": None}, own_forward=True)
@@ -197,14 +198,14 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """Return a weight of equal values of which only rows [start, start + size) get a gradient."""
+    """Return `weight`'s values, of which only rows [start, start + size) pass gradients on."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightPlace:
-    """Range of a module's features that this rank holds."""
+    """Range of a module's features that this rank holds, and how to gather those of all ranks."""
 
     module: str
     dim: int
@@ -220,8 +221,8 @@ class _WeightPlace:
 
 
 class _Every(torch.autograd.Function):
-    """Gather of the features of all ranks. All ranks then compute the same, so in the backward a
-    rank's part of the gradient is complete without a sum over ranks."""
+    """Gather of the features of all ranks. All ranks compute the same from these, so the backward
+    just selects this rank's part of the gradient, without a sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
@@ -331,7 +332,8 @@ def _run_sharded(
 
 @dataclass(slots=True)
 class _AllRanksFeatures:
-    """Features of all ranks, kept in one process for modules that need them together."""
+    """Features of all ranks for modules that need these together (`_Wide`), kept while one process
+    runs the ranks in turn."""
 
     ranks: int
     seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -346,7 +348,8 @@ class _AllRanksFeatures:
 
 
 class _AllRanksBlock(StandIn):
-    """Stand-in for a block that runs as on every rank, in one process, and adds the outputs."""
+    """Stand-in for a layer's attention or MLP that runs every rank's slice in one process, one
+    after another, and returns the sum of their outputs."""
 
     def __init__(self, module: nn.Module, block: TensorBlock, cuts: LayerPlan, ranks: int) -> None:
         super().__init__(module)
@@ -377,7 +380,7 @@ class _AllRanksBlock(StandIn):
 
 
 def _sliced(module: nn.Module, name: str, cuts: LayerPlan, rank: int, ranks: int) -> nn.Module:
-    """Return a shallow copy of a block whose sharded parameters are the slices of one rank."""
+    """Return a copy of attention or an MLP whose sharded parameters are the slices of one rank."""
     own: dict[str, dict[str, nn.Parameter]] = {"": {}}  # of the block and its children
     for key, cut in cuts.cuts.items():
         if not key.startswith(f"{name}."):

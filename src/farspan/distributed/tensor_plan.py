@@ -59,7 +59,7 @@ class ParameterCut:
 
 @dataclass(frozen=True, slots=True)
 class WideModule:
-    """A module in a block that needs the features of all ranks, such as a norm over all heads."""
+    """A module in attention or MLP that needs all ranks' features, such as a norm over heads."""
 
     name: str
     shape: tuple[int, ...]  # trailing dimensions that it reads; the first is cut
@@ -92,10 +92,10 @@ class TensorPlan:
 
     @cached_property
     def cuts(self) -> dict[str, ParameterCut]:
-        """Sharding of each sharded parameter, by its name in the model. Gradients of a layer's
-        other parameters are complete only when summed over the ranks of `tensor`: norms see a
-        rank's own tokens, norms in attention its own heads, and rowwise biases are added to its own
-        tokens."""
+        """Sharding of each sharded parameter, by its name in the model. A rank has only a part of
+        the gradient of a layer's other parameters, to be summed over the ranks of `tensor`: norms
+        see a rank's own tokens, norms in attention its own heads, and rowwise biases are added to
+        its own tokens."""
         return {
             f"{self.prefix}.{index}.{name}": cut
             for index, layer in enumerate(self.layers)
@@ -162,7 +162,7 @@ class _PlanReader:
         return LayerPlan(tuple(blocks), cuts)
 
     def _named(self, layer: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the names in a layer to which transformers' plan gives a style, and the style."""
+        """Yield names in a layer that transformers' plan lists, with styles such as "colwise"."""
         names = [name for name, _ in layer.named_modules()]
         names += [name for name, _ in layer.named_parameters()]
         for name in names:

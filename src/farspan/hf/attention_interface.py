@@ -80,8 +80,8 @@ AttentionMaskInterface.register(PROBE, _mask)
 def attended(
     attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, keywords: Any, **further: Any
 ) -> Tensor:
-    """Compute a model's attention call, which has these keywords, by a function such as
-    `attention.backends.reference`."""
+    """Return the result of a model's attention call, [B, C, H, Dv], computed by `attend`, such as
+    `attention.backends.reference`. `keywords` are the call's own."""
     window, softcap, sinks = map(keywords.get, ("sliding_window", "softcap", "s_aux"))
     out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
     return out.transpose(1, 2)
@@ -89,7 +89,8 @@ def attended(
 
 @contextmanager
 def answering(attention: Attention) -> Iterator[None]:
-    """Inside the context, compute the attention calls of routed models by `attention`."""
+    """Inside the context, `attention` computes the attention calls of models whose calls `routed`
+    has sent to farspan."""
     token = _active.set(attention)
     try:
         yield
@@ -99,7 +100,8 @@ def answering(attention: Attention) -> Iterator[None]:
 
 @contextmanager
 def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
-    """Route the model's attention calls as `routed` does, and collect the windows of its masks."""
+    """Route the model's attention calls as `routed` does, and yield a set that collects the window
+    sizes of the masks that the model requests."""
     noted: set[int] = set()
     token = _local_sizes.set(noted)
     try:
@@ -136,8 +138,8 @@ def config_field(model: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def without_router_loss(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model's own forward add no router loss inside the context, since its stages have no
-    router logits. `routers_of` still finds its routers."""
+    """Keep the model's own forward from adding router losses inside the context, since its stages
+    record no router logits. `routers_of` still finds the model's routers."""
     if routers_of(model) is None:
         yield
         return

@@ -92,7 +92,7 @@ def _described(
 
 
 def _place(model: nn.Module, error: Exception) -> str:
-    """Return as text the function of the model's own code in which an error arose, else ""."""
+    """Return where in the model's own code an error arose, as text; "" if not there."""
     own = getattr(sys.modules[type(model).__module__], "__file__", None)
     frames = traceback.walk_tb(error.__traceback__)
     inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]
@@ -107,7 +107,7 @@ def _with_activations(
     result = []
     for index, kind in enumerate(zip(stages.kinds(), layers, strict=True)):
         if kind not in measured:
-            measured[kind] = _with_line(_Measured(stages, index, layers[index], device))
+            measured[kind] = _with_saved_bytes(_Measured(stages, index, layers[index], device))
         result.append(measured[kind])
     return result
 
@@ -122,11 +122,11 @@ class _Measured:
     device: torch.device
 
 
-def _with_line(layer: _Measured) -> LayerSpec:
-    """Return a layer's spec with its saved bytes. Recurrent layers are measured with one and with
-    several sequences, since their scans copy transposed tensors if there are several."""
+def _with_saved_bytes(layer: _Measured) -> LayerSpec:
+    """Return a layer's spec with the bytes that autograd saves. Recurrent layers are measured with
+    one and with several sequences, since with several their scans copy transposed tensors."""
     batches = BATCHES if layer.spec.state else (1,)
-    found = [_line(layer, batch) for batch in batches]
+    found = [_saved_per_token(layer, batch) for batch in batches]
     return replace(
         layer.spec,
         activation_bytes=max(slope for slope, _, _ in found),
@@ -135,7 +135,7 @@ def _with_line(layer: _Measured) -> LayerSpec:
     )
 
 
-def _line(layer: _Measured, batch: int) -> tuple[int, int, bool]:
+def _saved_per_token(layer: _Measured, batch: int) -> tuple[int, int, bool]:
     """Return the bytes that a layer saves per token and the constant bytes per sequence, from
     measurements at two lengths, and whether it saves its input."""
     low, high = SCANNED if layer.spec.state else SIZES
@@ -170,7 +170,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
     named = {"x": hidden}
 
     def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any) -> Tensor:
-        named["out"] = _Shape.apply(q, k, v)
+        named["out"] = _QueryOnly.apply(q, k, v)
         return named["out"].transpose(1, 2)
 
     if measured.spec.state:
@@ -196,8 +196,8 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
     return found
 
 
-class _Shape(torch.autograd.Function):
-    """Stand-in for attention that saves only q; in a cell, another buffer holds the output."""
+class _QueryOnly(torch.autograd.Function):
+    """Stand-in for attention that saves only q: in a cell, its output is in another buffer."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -230,9 +230,9 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
 
 
 def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
-    """Estimate a layer's work from its weights and saved bytes. Every matrix is multiplied once per
-    token, but of stacked experts only `active`. Convolutions over a few tokens are left out. Saved
-    tensors are written and read once, a lower bound of element-wise traffic."""
+    """Estimate a layer's work from its weights and saved bytes. Each matrix is multiplied once per
+    token; of experts stacked in one tensor, `active` are. Convolutions over a few tokens are left
+    out. Saved tensors are written and read once, a lower bound of element-wise traffic."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
@@ -272,9 +272,9 @@ def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> Mod
 
 @torch.no_grad()
 def describe_shapes(model: PreTrainedModel) -> ModelSpec:
-    """Describe a model with parameters on the meta device, with each layer's work. In place,
-    stand-ins replace its parameters. Exactness in chunks depends on the weights' values and is not
-    checked. Raises UnsupportedError if no weights could make the model exact."""
+    """Describe a model with parameters on the meta device, with each layer's work. Zeros replace
+    its parameters in place. Exactness in chunks depends on the weights' values and is not checked.
+    Raises UnsupportedError if no weights could make the model exact."""
     refuse_dropout(model)
     _stand_in(model)
     stages = CausalLMStages(model)

@@ -65,7 +65,8 @@ class Numbers:
     fused: bool = False  # a kernel draws them
 
     def words(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return random int32 words: two per token, [batch, tokens, 2], and one per feature."""
+        """Return the random int32 words that the elements' numbers are mixed from: two per token,
+        [batch, tokens, 2], and one per feature, [features]."""
         batch, tokens, features = x.shape
         rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]
         places = torch.arange(self.first, self.first + tokens, device=x.device)
@@ -73,10 +74,10 @@ class Numbers:
         return of_tokens, _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
 
     def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
-        """Yield (index, numbers, scratch) for each piece of x [batch, tokens, features]: the
-        piece's index in x, its random numbers (int32), and scratch memory of the same size. The
-        next piece overwrites numbers and scratch. On the meta device memory is allocated, but
-        nothing yielded."""
+        """Yield (index, numbers, scratch) for each piece of x [batch, tokens, features], some
+        tokens of one sequence: the piece's index in x, its random numbers (int32), and scratch
+        memory of the same size, both overwritten by the next piece. On the meta device nothing is
+        yielded, but memory is allocated."""
         batch, tokens, features = x.shape
         memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
         of_tokens, f = self.words(x)
@@ -234,7 +235,7 @@ class Draws:
 
 
 def refuse_noise(alpha: float | None) -> float | None:
-    """Return `alpha` of NEFTune's noise. Raises UnsupportedError if it is below 0 or infinite."""
+    """Check and return NEFTune's alpha. Raises UnsupportedError if it is below 0 or infinite."""
     if alpha is not None and not 0 <= alpha < float("inf"):
         raise UnsupportedError(f"neftune_alpha: expected a number of at least 0, got {alpha}")
     return alpha

@@ -77,9 +77,9 @@ def _itself(target: object) -> object:
 @dataclass(frozen=True, slots=True)
 class Look:
     """Fingerprint of a model: everything that decides how a step runs it, except the values of
-    weights. `states` has a path and attributes for the model, each of its modules and their
-    configurations. `str(look)` has no addresses and no devices, so it is the same text on all ranks
-    that have made the same model."""
+    weights. `states` lists the model, each of its modules and their configurations, each by its
+    path and attributes. `str(look)` has no addresses and no devices, so it is the same text on all
+    ranks that have made the same model."""
 
     states: list[tuple[str, dict[str, Any]]]
 
@@ -179,8 +179,8 @@ class _ModelWalk:
 
     def _queue(self, value: Any, name: object) -> None:
         """Queue an object for the traversal, under the name of the attribute that first led to it,
-        if it is a module, a configuration, or any object that a module holds. What only such
-        another object holds is compared by identity."""
+        if it is a module, a configuration, or any object that a module holds. Other objects inside
+        such an object are not visited, but compared by identity."""
         if id(value) in self._seen or not hasattr(value, "__dict__"):
             return
         other = self._inside and not type(value).__module__.startswith("torch.")
@@ -221,8 +221,8 @@ def _called_by(method: FunctionType) -> list[Any]:
 
 
 def _tensor(x: Tensor) -> Same:
-    """Return a reference to a tensor that shows edits. For a buffer that includes the version
-    counter, which counts writes in place; parameters are written by every update."""
+    """Return a reference to a tensor that differs once the tensor is edited. A buffer's includes
+    the version counter, which counts writes in place; a parameter's not: every update writes."""
     text = x.dtype, tuple(x.shape), x.requires_grad
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version

@@ -70,7 +70,7 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
 
 
 def _passes(check: Callable[[], bool]) -> bool:
-    """Return the result of a check that runs a module on stand-ins; False if it raises."""
+    """Return the result of `check`, which tries out a module; False if the check raises."""
     try:
         return check()
     except Exception:
@@ -247,8 +247,8 @@ def rotation_forward(module: nn.Module) -> Forward | None:
 
 
 def _rotating(forward: Any) -> Forward | None:
-    """Return a forward with farspan's rotary embedding, also inside the decorators that attention
-    has since transformers 5.24."""
+    """Return a copy of attention's forward that calls farspan's rotary embedding, also inside the
+    decorators of transformers since 5.24; None if the forward does not rotate as usual."""
     if not isinstance(forward, FunctionType):
         return None
     names, cells = forward.__globals__, forward.__closure__ or ()
@@ -310,8 +310,8 @@ def fuse(
     *first: Rule,
     linears: Linears = PLAIN,
 ) -> None:
-    """Make the stages run modules on the kernels of `device`, where cells run, if `kernels` enables
-    these. Rules in `first` come before the kernels' rules."""
+    """Make the stages run modules on farspan's kernels for `device`, where cells run, if `kernels`
+    enables these. Rules in `first` are tried before the kernels' rules."""
     found = first
     if kernels.fused and fused_for(device, stages.dtype):
         found = *first, *rules(linears)
@@ -320,7 +320,7 @@ def fuse(
 
 
 def spared_layers(stages: CausalLMStages) -> frozenset[int]:
-    """Return the layers that may leave out their MLP's last product if their output is not read:
+    """Return the layers that may skip their MLP's last product while nothing reads their output:
     those with one gated MLP on whose output no gradient depends (`tokenwise` checks this)."""
     try:
         children = tokenwise(stages.in_place())

@@ -227,9 +227,9 @@ def load_model(
 
 
 def _leave_files(model: nn.Module) -> None:
-    """Copy tensors out of mapped weight files of which little is used: one tensor keeps all pages
-    of its file in memory, such as 528 MiB for 109 MiB of embeddings of a 135M model in four
-    bits."""
+    """Copy tensors out of memory-mapped weight files of which the model uses little: one tensor
+    keeps its whole file in memory, such as 528 MiB for 109 MiB of embeddings of a 135M model in
+    four bits."""
     if not MAPS.exists():
         return
     weights = (*model.parameters(), *model.buffers())
@@ -288,8 +288,8 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def _naming(overrides: dict[str, Any]) -> Iterator[None]:
-    """Inside the context, add the overrides to the error of a model that cannot be made, since a
-    family's own code names no fields."""
+    """Inside the context, add the overrides to the error that a family's own code raises if it
+    cannot make the model, since that error names no fields."""
     try:
         yield
     except UnsupportedError as error:
@@ -300,8 +300,8 @@ def _naming(overrides: dict[str, Any]) -> Iterator[None]:
 
 
 class _LargeAreBlank(TorchFunctionMode):
-    """Mode that puts tensors of torch.empty with over 2^24 elements on the meta device. The experts
-    of a layer of DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
+    """Mode that puts tensors of torch.empty with over 2^24 elements on the meta device. A layer's
+    experts in DeepSeek-V3 are one tensor of 30 GB, made before it is registered as a parameter."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -584,8 +584,8 @@ def add_adapters(
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Save a model for `from_pretrained`, or its adapters for PeftModel's; `weights` replace those
-    of the model."""
+    """Save a model for `from_pretrained`, or only its adapters for `PeftModel.from_pretrained`;
+    `weights`, if given, are saved instead of the model's."""
     adapters = getattr(model, "peft_config", {})
     if not isinstance(model, PreTrainedModel) or list(adapters) != [ADAPTER]:
         given = {} if weights is None else {"state_dict": weights}

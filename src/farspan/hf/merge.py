@@ -58,7 +58,7 @@ EITHER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Result of a merge: the model's folder, and the number and way of merged adapters."""
+    """Result of a merge: the model's folder, the number of modules merged, and the method."""
 
     folder: Path
     modules: int  # with adapters
@@ -118,8 +118,8 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise UnsupportedError if a link leads out of a folder. A snapshot in the hub's cache may
-    link to the blobs of its own repository."""
+    """Raise UnsupportedError if a link leads out of a folder. In the hub's cache, a snapshot may
+    link to files in its repository's folder `blobs`."""
     cached = folder.parent.name == "snapshots"
     refuse_links(folder, *[folder.resolve().parents[1] / "blobs"] * cached)
 
@@ -218,7 +218,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """Return each weight's file, where transformers would find it; empty without such files."""
+    """Return each weight's safetensors file, as transformers finds it; empty if there is none."""
     if (model / WEIGHTS).is_file():
         files = {WEIGHTS}
     else:
@@ -341,8 +341,8 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
 
 
 def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
-    """Raise UnsupportedError for an adapters' file without tensors that its configuration names, or
-    with tensors that peft would not load."""
+    """Raise UnsupportedError if an adapters' file lacks tensors that its configuration requires, or
+    has tensors that peft would not load."""
     wanted = load("peft", "get_peft_model_state_dict")(peft_model, save_embedding_layers=False)
     with open_tensors(adapters / ADAPTER_TENSORS) as tensors:
         names = {name for name in tensors.keys() if ".base_layer." not in name}  # noqa: SIM118

@@ -147,7 +147,7 @@ def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) 
 
 
 def _text_part(config: PretrainedConfig) -> str | None:
-    """Return the field that holds the text model's configuration; None if `config` itself does."""
+    """Return the field with the text model's configuration; None if `config` is that itself."""
     text = config.get_text_config()
     for name in () if text is config else config.sub_configs:
         part = getattr(config, name, None)
@@ -169,8 +169,8 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 
 def _is_read(config: PretrainedConfig, name: str) -> bool:
     """Return whether a model family reads a field that its configuration does not declare: its
-    causal model by getattr, as Qwen3-MoE reads head_dim, or its configuration from the file, as
-    Gemma3's reads sliding_window_pattern to make layer_types."""
+    causal model does by getattr (Qwen3-MoE reads head_dim), or its configuration class takes it
+    from the file (Gemma3's makes layer_types from sliding_window_pattern)."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     quoted = rf"""["']{re.escape(name)}["']"""
     asks = rf"getattr\(\s*(self\.)?config,\s*{quoted}"
@@ -250,8 +250,8 @@ def _rope_changes(
 
 
 def _entries(rope: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the entries of a RoPE's parameters: the name as written, transformers' current name,
-    and the value."""
+    """Yield each RoPE parameter that a user gives: its name as written, its name in transformers
+    now, and its value."""
     kinds = {str(rope[name]) for name in ("type", "rope_type") if name in rope}
     if len(kinds) > 1:
         raise UnsupportedError(
@@ -275,8 +275,8 @@ def _rope_path(path: tuple[str, ...], kind: str, entry: str) -> tuple[str, ...]:
 def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[tuple[str, str]]:
     """Return the RoPE parameters, as (kind of layer, name), that a field of config.json sets.
     Families name such fields differently (rotary_pct, rope_local_base_freq, global_rope_theta) and
-    read common fields in their own way. So the configuration is read twice, with different values
-    in the field: it sets the parameters that have the field's value both times."""
+    read common fields in their own way. So a configuration is made twice, with another value of the
+    field each time: the field sets the parameters that equal its value both times."""
     before = ropes(config)
     asked = name in SPELLINGS or not _has(config, name) or name.startswith(("rope_", "rotary_"))
     if not before or not asked:
@@ -291,8 +291,8 @@ def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[
 
 
 def _read(config: PretrainedConfig, name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Return the RoPE parameters, by kind of layer, that transformers reads from a file in which
-    only this field describes RoPE; empty if it cannot read that."""
+    """Return the RoPE parameters, by kind of layer, that transformers makes of a config.json in
+    which only the field `name` describes RoPE; empty if it fails."""
     rest = {n: v for n, v in config.to_dict().items() if n not in (*SPELLINGS, name)}
     try:
         with _quietly():
@@ -353,7 +353,7 @@ def _last_words(error: Exception) -> str:
 def _part(
     config: PretrainedConfig, fields: dict[str, Any], path: Sequence[str]
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return the nested configuration at a path, and its fields in the file, added if missing."""
+    """Return the configuration nested at `path`, and its dict in `fields`, added if missing."""
     for name in path:
         config = getattr(config, name)
         if not isinstance(fields.get(name), dict):
@@ -470,7 +470,7 @@ def _is_default(
     whole: dict[str, Any],
 ) -> bool:
     """Return whether an override has no effect only because its value is the model's default, such
-    as 32 for yarn's beta_fast: other values then have an effect."""
+    as 32 for yarn's beta_fast, while another value, tried here, has an effect."""
     if not isinstance(change.value, bool | int | float):
         return False
     value = change.value

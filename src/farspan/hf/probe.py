@@ -65,9 +65,9 @@ _COMPARISONS = (torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.o
 
 class _NoChance(UncompiledMode):
     """Mode that refuses operations that draw random numbers, since a recomputed cell would draw
-    other numbers. One uniform number may pass if it is only compared with a value outside its
-    range: PEFT's LoHa and LoKr compare one with a module dropout of 0, and OPT, before transformers
-    5.23, with a LayerDrop of 0."""
+    other numbers. A single uniform number may be drawn if it is only compared with a value outside
+    its range, as PEFT's LoHa and LoKr do at a module dropout of 0, and OPT, before transformers
+    5.23, at a LayerDrop of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,8 @@ class _NoChance(UncompiledMode):
         return out
 
     def _compared(self, func: Any, args: tuple[Any, ...], index: int, kwargs: Any) -> Any:
-        """Return the result of comparing a random number, the same at both ends of its range."""
+        """Return the result of comparing a drawn number. Raises UnsupportedError if the result is
+        not the same at both ends of the number's range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
         ends = (torch.full_like(args[index], end) for end in _ENDS)
@@ -218,7 +219,7 @@ def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: Layer
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raise UnsupportedError for a layer with a convolution whose state is missing in `spec`."""
+    """Raise UnsupportedError if a layer has a convolution, but `spec` has no state for it."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
         attends = "attends; expected one or the other in a layer"
@@ -504,11 +505,12 @@ def _refuse_other_gradients(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
     """Raise UnsupportedError if a recurrent layer's outputs or gradients change when its tokens run
-    in pieces, the last of one token. Jamba's scans do not continue from their states: that shows by
-    3e-7 in outputs of a model with fresh weights, and more in gradients."""
+    in several parts, the last of one token."""
     shapes = [(0, TOKENS)], list(pairwise(PIECES))
     whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
     error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
+    # Jamba's scans do not continue from their states: that shows by 3e-7 in outputs of a model with
+    # fresh weights, and more in gradients.
     if not error <= LOST:
         raise UnsupportedError(_differs(stages, index, error, "the states it hands on"))
 
@@ -521,7 +523,7 @@ def _with_gradient(
     hidden: Tensor,
     cuts: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor]:
-    """Return a recurrent layer's output when run on these pieces, and the gradient of its input."""
+    """Return a recurrent layer's output, run on token ranges `cuts`, and its input's gradient."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
     # Eager experts depend on values: only experts with tokens run.
@@ -629,12 +631,14 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
 
 class Float64Mode(UncompiledMode):
-    """Mode that runs requests for float32 in float64, also in a backward, which function modes do
-    not see: so a float64 model can be a reference. Many families round to float32 on the way:
-    gradients of Gemma's norm weights are then sums over tokens in float32, DeepSeek's router is a
-    matrix product in float32, and where a sequence is cut changes how a recurrence rounds, by 1e-4
-    in gradients of decays. The uncut sequence is as far from float64. Models with float32
-    parameters cannot use the mode, which would change the dtype of their gradients."""
+    """Mode that computes in float64 where a model asks for float32, also in a backward, which
+    function modes do not see: so a float64 model can be a reference. Models with float32 parameters
+    cannot use the mode, which would change the dtype of their gradients.
+
+    Many families round to float32 on the way: gradients of Gemma's norm weights are then sums over
+    tokens in float32, DeepSeek's router is a matrix product in float32, and where a sequence is cut
+    changes how a recurrence rounds, by 1e-4 in gradients of decays; uncut, it is as far from
+    float64."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

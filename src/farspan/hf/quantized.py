@@ -160,12 +160,12 @@ def put_parts(weight: nn.Parameter, parts: Sequence[Tensor]) -> None:
 
 
 def empty_parts(weight: nn.Parameter, device: torch.device) -> list[Tensor]:
-    """Return an empty tensor for each tensor of a weight."""
+    """Return a tensor without elements for each tensor of a weight (`parts_of`)."""
     return [torch.empty(0, dtype=part.dtype, device=device) for part in parts_of(weight)]
 
 
 def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the same class as a weight on a device, whose tensors are all empty."""
+    """Return a parameter of a weight's class on a device; its `parts_of` have no elements."""
     empty = empty_parts(weight, device)
     state = copy.copy(_state(weight))
     if state is None:
@@ -207,13 +207,13 @@ def held_bytes(weight: Tensor) -> int:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether some of the model's weights are packed."""
+    """Return whether some of the model's weights are packed, that is, stored as integers."""
     return any(not p.is_floating_point() for p in model.parameters())
 
 
 def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int, Any]:
-    """Return a memo with which `deepcopy` puts plain linear modules in place of packed ones.
-    `weight` returns the weight for a packed module."""
+    """Return a memo for `deepcopy`, by which a copy has plain linear modules for packed (4-bit)
+    ones. `weight` returns the plain weight of a packed module."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if not is_packed(module):
@@ -230,8 +230,8 @@ def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int
 
 
 def unpacked(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of a model, in another dtype, with plain linear modules for packed ones. Raises
-    UnsupportedError for weights packed in another format."""
+    """Return a copy of a model, in another dtype, with plain linear modules for packed (4-bit)
+    ones. Raises UnsupportedError for weights packed in another format."""
     twin: Any = copy.deepcopy(model, plain_linears(model, _dequantized))
     for name, parameter in twin.named_parameters():
         if not parameter.is_floating_point():

@@ -23,19 +23,19 @@ CONV, RECURRENT = "conv", "recurrent"
 
 
 class _Known(Exception):
-    """Exception that stops a layer when it has passed on all wanted states: no output is needed."""
+    """Exception that stops a layer once all wanted states are stored: no output is needed."""
 
 
 @dataclass(slots=True)
 class RecurrentStates:
-    """Cache of one layer's states, named by the family's own numbers: `conv.0`, `recurrent.0`."""
+    """Cache of a recurrent layer's states, by kind and index: `conv.0`, `recurrent.0`."""
 
     before: Mapping[str, Tensor] = field(default_factory=dict)  # empty: a sequence begins
     wanted: frozenset[str] = frozenset()  # names after which to stop; empty: run to the end
     after: dict[str, Tensor] = field(default_factory=dict)
 
     def until_known(self, wanted: frozenset[str], run: Callable[[], Tensor]) -> None:
-        """Run the layer until it has passed on all wanted states."""
+        """Run the layer by `run`, and stop it as soon as it has stored all `wanted` states."""
         self.wanted = wanted
         with suppress(_Known):
             run()
@@ -68,7 +68,8 @@ class RecurrentStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Return a convolution's inputs, [batch, channels, T], after those of earlier tokens."""
+        """Return a convolution's inputs, [batch, channels, T], preceded by those that were kept
+        from earlier tokens, and store its state: the last inputs."""
         earlier = self.before.get(f"{CONV}.{state_idx}")
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if earlier is not None:
@@ -112,7 +113,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """A cache's list of layers, in which every index gives the same layer."""
+    """Layers of a cache, for families that index it; every index gives the same states."""
 
     states: RecurrentStates
 
@@ -133,17 +134,17 @@ def with_states(call: LayerCall, states: RecurrentStates) -> LayerCall:
 
 
 def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: RecurrentStates) -> Tensor:
-    """Run a recurrent layer on a piece of a sequence, [batch, tokens, hidden]. Model families treat
-    a single token after others as generation, with code that changes states in place and rounds
-    differently. So such a token runs with another one after it, and passes no state on; `call` is
-    then for 2 tokens (see `takes_two`)."""
+    """Run a recurrent layer on some tokens of a sequence, [batch, tokens, hidden]. Model families
+    treat a single token after others as generation, with code that changes states in place and
+    rounds differently. So such a token runs as two, with a copy after it: the states after it are
+    not valid, and `call` must be for 2 tokens (see `takes_two`)."""
     if not takes_two(hidden.shape[1], states.before):
         return run_layer(layer, hidden, with_states(call, states))
     return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
 
 
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
-    """Return whether a piece of a sequence is one token after others, to be run as two tokens."""
+    """Return whether the tokens are a single one after others, to be run as two."""
     return tokens == 1 and bool(before)
 
 

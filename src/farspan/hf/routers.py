@@ -38,7 +38,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a model, and the weight of their loss in the model's own."""
+    """Routers whose load-balancing loss a model adds to its own, and that loss's coefficient."""
 
     logits: dict[nn.Module, int]  # each router, and the place of its logits in its output
     experts: int
@@ -90,7 +90,8 @@ def _attribute(model: nn.Module, config: Any, names: Iterable[str]) -> Any:
 
 
 def _recorded(model: PreTrainedModel) -> dict[nn.Module, int]:
-    """Return the modules whose router logits transformers would record, with their place."""
+    """Return the modules whose router logits transformers would record, each with the index of the
+    logits in the module's output."""
     found: dict[nn.Module, int] = {}
     for path, module in model.named_modules():
         recorders = getattr(type(module), "_can_record_outputs", None) or {}
@@ -123,8 +124,8 @@ def recorded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def balance_loss(routers: Routers, seen: list[Tensor]) -> Tensor:
-    """Return the load-balancing loss of all rows at once, by its coefficient, to check `RouterLoss`
-    by."""
+    """Return the load-balancing loss of all rows at once, times its coefficient: a check of
+    `RouterLoss`."""
     logits = torch.cat(seen)
     normal = logits.to(accumulate_dtype(logits.dtype)).softmax(-1)
     chosen = nn.functional.one_hot(logits.topk(routers.top_k, -1).indices, routers.experts)
@@ -167,8 +168,8 @@ class RouterLoss:
         return self._sums.split((experts, experts, 1, 1))
 
     def rows(self, logits: Tensor) -> Tensor | None:
-        """Return 1.0 for rows of `logits` [rows, E] that count and 0.0 for others, [rows, 1]; None
-        if all count."""
+        """Return weights [rows, 1] for `logits` [rows, E]: 0.0 for rows of padding, 1.0 for others;
+        None without padding."""
         dtype = accumulate_dtype(logits.dtype)
         if self.is_padding:
             return logits.new_zeros(len(logits), 1, dtype=dtype)
@@ -188,13 +189,13 @@ class RouterLoss:
         return rows.view(-1, 1)
 
     def count(self, counts: Tensor) -> None:
-        """Add the counts of some rows (`counts_of`), unless the forward is complete."""
+        """Add a router's logits [rows, E] to the sums; nothing once `complete` was called."""
         if not self._is_complete:
             self._sums += counts
 
     def complete(self, add_up: Callable[[Tensor], Any] | None) -> None:
-        """End the forward. `add_up` sums a tensor over the ranks that share the sequence, in place;
-        they all call it."""
+        """End the counting; the backward may begin. `add_up` sums a tensor over the ranks that
+        share the sequence, in place; all these ranks call it."""
         if add_up is not None and not self._is_complete:
             add_up(self._sums)
         self._is_complete = True
@@ -245,7 +246,7 @@ _RUNNING: dict[nn.Module, RouterLoss] = {}
 
 
 def counted(losses: RouterLoss | None) -> AbstractContextManager[None]:
-    """Have the model's routers count for `losses` inside the context."""
+    """Inside the context, have the model's routers add their logits to `losses`."""
     routers = () if losses is None else losses.routers.logits
     return put_in((_RUNNING, router, losses) for router in routers)
 
@@ -262,7 +263,8 @@ def hooks(model: PreTrainedModel) -> Iterator[Part]:
 def _hook(
     routers: Routers, router: nn.Module, place: int, _: nn.Module, __: Any, output: Any
 ) -> Any:
-    """Count a router's logits, and return its output with the loss's gradient attached."""
+    """Add a router's logits to the step's sums, and return its output with a backward that adds the
+    router losses' gradient; None, for no change, if no gradient is needed."""
     losses = _RUNNING.get(router)
     outputs = list(output) if isinstance(output, tuple) else [output]
     logits = outputs[place if isinstance(output, tuple) else 0]
@@ -285,7 +287,7 @@ def _is_read(value: Any) -> bool:
 
 
 class _Attached(torch.autograd.Function):
-    """Identity of a router's output, whose backward adds the gradient of its losses."""
+    """Identity of a router's output, whose backward also adds the gradient of the router losses."""
 
     @staticmethod
     def forward(

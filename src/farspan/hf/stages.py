@@ -190,8 +190,8 @@ class CausalLMStages:
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
 
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
-        """From now on, run every layer, and every module between layers and logits, as a copy.
-        `shell` makes a copy of a module that shares its weights and may have another forward."""
+        """From now on, run copies of the layers, and of the modules between layers and logits.
+        `shell` returns a copy of a module that shares its weights and may have another forward."""
         self.running = [shell(layer) for layer in self.layers]
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         inside = {*path, self.decoder, self.layers}
@@ -199,7 +199,7 @@ class CausalLMStages:
         self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def settle(self, longest: int) -> None:
-        """Set the longest position of the next sequences, by which some RoPE chooses its table."""
+        """Set the longest position of the next sequences, by which longrope picks frequencies."""
         if self._by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
@@ -238,7 +238,7 @@ class CausalLMStages:
         return [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
 
     def tied_across(self) -> str | None:
-        """Return the name of a parameter shared by a layer and a module outside; None without."""
+        """Return the name of a parameter that a layer shares with a module outside, or None."""
         inside = {id(p) for p in self.layers.parameters()}
         stack = ".".join([*self._path, self._layers_name, ""])
         for name, p in self.model.named_parameters(remove_duplicate=False):
@@ -273,8 +273,8 @@ class CausalLMStages:
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
-        """Return, for each layer, the names of the arguments in which the model passes a cache,
-        which differ by family and release: None with use_cache=False, objects with True."""
+        """Return, for each layer, the names of the arguments that pass a cache. They differ by
+        family and release, and are None with use_cache=False and objects with True."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
@@ -313,8 +313,9 @@ class CausalLMStages:
         )
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
-        """Call `run(in_tuples)`, where stand-ins for layers return tuples, as Bamba's layers do, or
-        a hidden state alone, as most do. The variant that works is used from then on."""
+        """Call `run(in_tuples)` and return its result. If True, stand-ins for layers return tuples,
+        as Bamba's layers do, else a hidden state alone, as most do. The variant that works is used
+        from then on."""
         if self._in_tuples:
             return run(True)
         try:
@@ -381,8 +382,8 @@ class CausalLMStages:
         return found
 
     def in_copies(self) -> PreTrainedModel | None:
-        """Return a model whose modules around the layers are copies with the forwards of their
-        classes; None if none of these modules has a replaced forward."""
+        """Return a copy of the model whose modules around the layers run their classes' forwards;
+        None if no such module has a forward of its own, set on the instance."""
         around = [
             self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))
         ]
@@ -395,15 +396,15 @@ class CausalLMStages:
         inner: nn.Module,
         shell: Callable[[nn.Module, dict[str, nn.Module]], nn.Module],
     ) -> PreTrainedModel:
-        """Return the model with `inner` as its decoder, in copies of the modules on the path."""
+        """Return a copy of the model, made by `shell`, in which `inner` is the decoder."""
         for depth in reversed(range(len(self._path))):
             holder = self.model.get_submodule(".".join(self._path[:depth]))
             inner = shell(holder, {self._path[depth]: inner})
         return cast(PreTrainedModel, inner)
 
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
-        """Return a copy of a module around the layers in which `inside` replaces children, and
-        shells replace the other children."""
+        """Return a copy of a module around the layers. `inside` replaces children by name, and the
+        copies of `run_in` replace the other children."""
         children = module.named_children()
         return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 
@@ -465,8 +466,8 @@ def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules uncompiled inside the context. Without it, a module that is first called
-    under a dispatch mode would stay uncompiled."""
+    """Run compiled modules uncompiled inside the context. Otherwise torch would leave a module that
+    is first called under a dispatch mode uncompiled for good."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -475,8 +476,8 @@ def uncompiled() -> Iterator[None]:
 
 
 class UncompiledMode(TorchDispatchMode):
-    """Dispatch mode whose handler torch leaves as it is. Torch 2.13 wraps other modes' handlers in
-    a function that turns the compiler off, which costs as much as a small operation each time."""
+    """Dispatch mode whose handler torch calls directly. Torch 2.13 wraps other modes' handlers in a
+    function that turns the compiler off, which costs as much as a small operation each time."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

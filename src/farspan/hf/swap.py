@@ -63,7 +63,7 @@ def shell_of(
     forward: Callable[..., Any] | None = None,
     own_forward: bool = False,
 ) -> Module:
-    """Return a shell of a module: a shallow copy with some other parts, which shares all the rest.
+    """Return a shell of a module: a shallow copy with some new parts, which shares all the rest.
 
     `forward` is called with the shell and the module's arguments. Without it, the shell has its
     class's forward unless `own_forward`: one set on the module itself (TRL's fused head,
@@ -84,8 +84,8 @@ def shell_of(
 
 
 class StandIn(nn.Module):
-    """Module in place of another, whose attributes it shows, such as a layer's attention type, by
-    which families branch. The replaced module is not a submodule."""
+    """Module that takes another's place and shows its attributes, such as a layer's attention type,
+    which families' code reads. The replaced module is not a submodule."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -99,12 +99,12 @@ class StandIn(nn.Module):
 
 
 def forwards(by_module: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
-    """Yield what `put_in` needs to give modules other forwards."""
+    """Yield (attributes, "forward", function) per module, for `put_in` to set other forwards."""
     return ((vars(module), "forward", forward) for module, forward in by_module.items())
 
 
 def replacements(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Part]:
-    """Yield what `put` needs to replace a model's parameters, under all names of tied weights."""
+    """Yield (table, name, new parameter) for `put`, under every name of a tied parameter."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in others:

@@ -55,9 +55,9 @@ def tiled(
     value: bool,
     draws: Draws | None = None,
 ) -> nn.Module:
-    """Return a copy (shell) of the layer whose token-wise children run on tiles of `tokens` tokens;
-    shorter chunks run whole. `value` says whether the layer's output is read; if not, values that
-    no gradient needs are NaN, so that any use shows."""
+    """Return a shell of the layer whose token-wise children run on tiles of `tokens` tokens;
+    shorter chunks run whole. `value` says whether the layer's output is read; if not, children on
+    whose output no gradient depends return NaN, so that any use shows."""
     draws = draws or Draws(0, 0, 0, 0)
     return shell_of(
         layer,
@@ -94,7 +94,7 @@ class _TiledModule(StandIn):
         return out if outputs is None else (out, *[None] * (outputs - 1))
 
     def answer(self, x: Tensor) -> Tensor:
-        """Return the module's output, or NaN in its place if its value is not needed."""
+        """Return the module's output, or NaN in the shape of x if its value is not needed."""
         return self.whole(x) if self._value else blank(x)
 
     def whole(self, x: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ class _TiledModule(StandIn):
         return out
 
     def gradient(self, x: Tensor, dout: Tensor, place: TokenRange) -> Tensor:
-        """Return the gradient of x, whose tokens are the range `place`, and add the weights'
-        gradients tile by tile."""
+        """Return the gradient of x, and add the weights' gradients tile by tile. `place` is the
+        range of the sequence's tokens in x, by which dropout repeats its numbers."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         dx = torch.empty_like(x)
         for span in self._spans(x, place):
@@ -136,7 +136,8 @@ class _TiledModule(StandIn):
         return out if self._child.outputs is None else out[0]
 
     def _spans(self, x: Tensor, place: TokenRange) -> Iterator[slice]:
-        """Yield the token range of each tile, for which dropout then draws its numbers."""
+        """Yield the range of x's tokens in each tile, and set dropout's random numbers to those of
+        this range. `place` is the range of all of x."""
         tokens = x.shape[1]
         for start in range(0, tokens, self._tokens):
             stop = min(start + self._tokens, tokens)
@@ -199,7 +200,7 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
     """Return, by layer, the children that probably may run on tiles, for a model without values,
-    where no proof is possible. Gradients count as dependent on outputs that autograd saves."""
+    where no proof is possible. Gradients are taken to depend on outputs that autograd saves."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:
@@ -221,7 +222,7 @@ def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...
 
 @dataclass(slots=True)
 class _Probe:
-    """Check of the children of one layer, which runs on random hidden states."""
+    """Check of one layer on random hidden states: which of its children may run on tiles."""
 
     stages: CausalLMStages
     index: int
@@ -259,8 +260,8 @@ class _Probe:
             )
 
     def watch(self, layer: nn.Module, outputs: dict[str, Tensor]) -> dict[str, _ChildUse]:
-        """Run the layer on a few tokens and return what each of its children did. Nothing if its
-        forward was replaced, since that may bypass stand-ins for the children."""
+        """Run the layer on a few tokens; return, by child, its calls, output and saved bytes. Empty
+        if the layer's forward was replaced, since that may bypass stand-ins for children."""
         log: dict[str, _ChildUse] = {}
         if "forward" in layer.__dict__:
             return log
@@ -282,8 +283,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Return the children, each with whether gradients depend on its output's values, after a
-        check that tiles change no gradient."""
+        """Return the children in `worth`, each with whether gradients depend on its output's
+        values. Raises UnsupportedError if tiles change a gradient."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []

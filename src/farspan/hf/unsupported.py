@@ -301,8 +301,8 @@ def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 
 def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
     """Return the longest document in tokens, None without a limit: max_position_embeddings, or more
-    if RoPE is stretched. In a model, as opposed to a configuration, RoPE counts as stretched only
-    if its frequencies are."""
+    if RoPE is stretched, as by yarn. For a model, as opposed to a configuration, this counts only
+    if the model's frequencies are those of its configuration."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -332,7 +332,7 @@ def _reach(
 
 def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
     """Return whether the model's RoPE frequencies are those of its configuration, which may have
-    changed since the model was made. True for a family that keeps its frequencies elsewhere."""
+    been changed later. True for a family that keeps its frequencies elsewhere."""
     name, keywords = ("inv_freq", {}) if not kind else (f"{kind}_inv_freq", {"layer_type": kind})
     for _, module in text_modules(model):
         found, config = getattr(module, name, None), getattr(module, "config", None)
@@ -413,7 +413,7 @@ def _rounded(factor: float) -> float:
 
 
 def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
-    """Return whether a family computes "yarn" if a config names it; Phi-3 computes longrope."""
+    """Return whether a family's RoPE is yarn if its config says so; Phi-3's is longrope."""
     rope = {**ropes(config)[kind], "rope_type": "yarn", "factor": 2.0}
     given = {**ropes(config), kind: rope} if kind else rope
     try:
