@@ -109,8 +109,7 @@ class SavedCheckpoint:
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
-    """Run `work` and return its result. Raises UnsupportedError on all ranks if `work` does on
-    one."""
+    """Run `work` and return its result. An UnsupportedError on one rank is raised on all."""
     result, own_refusal = None, None
     try:
         result = work()
@@ -252,8 +251,7 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the checkpoint's JSON file, after all ranks have written theirs, and give the folder
-    its final name. Raises WriteFailed, also if the ranks' boxes do not fill a tensor."""
+    """Write the JSON file once all ranks have written; rename the folder. Raises WriteFailed."""
     named = {name: form for rank_forms in forms for name, form in rank_forms.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -330,8 +328,7 @@ def is_name(file: object) -> bool:
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape from a tensor's entry in a checkpoint's JSON file. Raises KeyError,
-    TypeError or ValueError if the entry is malformed."""
+    """Return dtype and shape of a tensor's JSON entry. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")

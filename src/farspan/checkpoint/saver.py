@@ -578,9 +578,8 @@ def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] |
 
 
 def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
-    """Gather the whole weights of this rank's pipeline stage, those of one FSDP unit on the device
-    at a time; all ranks call it. Only the stage's first rank calls `keep`, with each name and
-    weight."""
+    """Gather the whole weights of this rank's pipeline stage, one FSDP unit on the device at a
+    time; all ranks call it. Only the stage's first rank calls `keep`, with each name and weight."""
     speaks = first_of_stage(sharded_model)
     for name, part in sharded_model.sharded.wholes():
         whole = part if sharded_model.tensor is None else sharded_model.tensor.whole(name, part)

@@ -179,18 +179,14 @@ def explain_none_fits(plan: Plan) -> str:
     """Return the error for a plan without a fitting schedule: the available memory, the schedule
     that comes closest, and a change to make."""
     where = "" if plan.unmoved is None else f"with {place_words(plan.question)}, "
-    return f"schedule: none fits {_room(plan)}: {where}{_shortfall(plan)}; {advice(plan)}"
+    return f"schedule: none fits {_room(plan)}: {where}{_miss(plan)}; {advice(plan)}"
 
 
 def explain_moved(plan: Plan) -> str:
     """Return a line that says why weights go to main memory, and how long a step then takes."""
     seconds, first = plan.seconds, plan.unmoved
     assert first is not None, "something was moved"
-    why = (
-        f"a step would take {write_seconds(first.seconds.total)}"
-        if first.fits
-        else _shortfall(first)
-    )
+    why = f"a step would take {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
     return (
         "weights: farspan moves them to main memory, with gradients and optimizer states; with all "
         f"on the device, {why}; a step now takes {write_seconds(seconds.total)} by the plan, "
@@ -251,7 +247,7 @@ def _room(plan: Plan) -> str:
     return f"{write_bytes(machine.device_bytes)} on {each} device and {host}"
 
 
-def _shortfall(plan: Plan) -> str:
+def _miss(plan: Plan) -> str:
     """Return text: the bytes that a plan needs and those available, in the scarcest memory."""
     question = plan.question
     if question.machine.unified:  # one memory: a tier's limit excludes the other tier

@@ -162,9 +162,8 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
-    """Copy the weights that the run starts from into a loaded model, unless a checkpoint will be
-    restored: this run's or, with `start.states`, that of the run in `start`. Raises
-    UnsupportedError naming the field."""
+    """Copy the weights that `start` names into a loaded model, unless a checkpoint of this run or,
+    with `start.states`, of the named run is restored. Raises UnsupportedError naming the field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return

@@ -218,8 +218,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with optimizer states in the place that `options` names, if any; the place is
-    `auto` if a run file cannot name it."""
+    """Return the run with AdamW states where `options` says; `auto` if no run file can say it."""
     if "optimizer" not in options:
         return run
     name = options["optimizer"]

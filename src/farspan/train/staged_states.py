@@ -404,8 +404,7 @@ class ScratchFile:
         return self._pool.submit(self._move, os.pwritev, memory, address)
 
     def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, start: int) -> None:
-        """Read or write all bytes; a system call may move fewer, at most 2 GiB. Raises
-        WriteFailed."""
+        """Read or write all bytes; one call may move fewer, at most 2 GiB. Raises WriteFailed."""
         left = memoryview(memory.numpy())  # type: ignore[arg-type]
         try:
             while left:

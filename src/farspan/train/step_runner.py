@@ -455,8 +455,7 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 
 def _values_of(loss: LossConfig) -> dict[str, Any]:
-    """Return `values` for `expect_memory`: the number of log-probabilities kept per token, if
-    any."""
+    """Return `values` for `expect_memory`: the log-probabilities kept per token, if any."""
     if loss.kind is LossKind.SFT:
         return {}
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}

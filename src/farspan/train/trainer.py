@@ -299,8 +299,7 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the run's latest checkpoint. If it has none and the run file sets `start.states`,
-        restore the latest checkpoint of the run that it starts from."""
+        """Restore the run's latest checkpoint; else, with `start.states`, one of `start`'s run."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -472,8 +471,8 @@ def returning_freed(callback: Callable[[Progress], None], trim: Any) -> Callable
     """Wrap a progress callback so that every 16 cells glibc's heap returns free pages to the
     system: pages between small live blocks, such as autograd's graphs, would otherwise stay."""
 
-    # LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without this,
-    # and 2,349 with it, for 0.1 of 19 seconds of CPU.
+    # LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without
+    # this, and 2,349 with it, for 0.1 of 19 seconds of CPU.
     def tell(progress: Progress) -> None:
         callback(progress)
         if progress.cells_done % TRIM_EVERY == 0:
