@@ -231,7 +231,7 @@ def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, Shard
 
 
 def _cut(box: ShardRegion, itemsize: int) -> Iterator[ShardRegion]:
-    """Yield parts of a box, cut along axis 0: each of at most BOX_BYTES, or of one index."""
+    """Yield parts of a box, cut along axis 0: each at most BOX_BYTES, or one index if larger."""
     if not box.sizes:
         yield box
         return

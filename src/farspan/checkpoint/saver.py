@@ -344,8 +344,8 @@ class Saver:
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
         """Delete checkpoints up to `step`, except the latest `keep` and that of step `best`. If
-        `saved`, that of `step` is new, and later ones, now outdated, are deleted too. Checkpoints
-        that `resume` skipped but that may be intact stay. Raises WriteFailed."""
+        `saved`, that of `step` was just written, and later ones, from which this run could not
+        resume, are deleted too. Skipped ones that may be intact stay. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]

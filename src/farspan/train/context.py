@@ -290,7 +290,8 @@ class RunContext:
         return spec if self.weights is None else self.weights.counted(spec)
 
     def held_bytes(self) -> int:
-        """Return device bytes (on a CPU, both tiers') of weights, AdamW states and sparse index."""
+        """Return the bytes of weights, AdamW states and the index of sparse attention on the
+        device; on a CPU, where both tiers are main memory, those in both."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0) + self._index_bytes()

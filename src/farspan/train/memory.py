@@ -229,7 +229,8 @@ def bare_machine(device: torch.device) -> MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Functions that tell the GPU's allocator of steps; None for one that need not know."""
+    """Functions that tell the GPU's allocator that a step begins, or that later steps will differ;
+    None for an allocator that need not know."""
 
     begin_step: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None  # the following steps differ from the earlier ones

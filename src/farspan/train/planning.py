@@ -315,7 +315,8 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function that maps a program to a step's most bytes outside its buffers.
+    """Return a function that takes a program and returns the most bytes that a step takes outside
+    the program's buffers.
 
     The model's profile predicts these bytes, and the first step measures them. For ranks that share
     a step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights

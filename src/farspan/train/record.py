@@ -1,6 +1,6 @@
 """Records of a run: its history (commands, machines and versions of each start), and one step in
 detail, with planned and measured memory by cause, and time by kind of work. Two steps per schedule
-are recorded: the first for memory, which it measures anyway, and the second for time.
+are recorded: the first, which measures memory anyway, for memory, and the second for time.
 
 The engine knows the exact bytes of weights, optimizer states and the program's buffers. Weight
 gradients are counted as they appear. The rest of the measured memory counts for the running cell.
@@ -295,9 +295,10 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause, as numbers or per frame (instructions
-    drawn together) at its highest peak. `before` are the device's bytes before the step (on a CPU,
-    those of main memory), and `peak` is the measured peak above these."""
+    """Return planned and measured bytes of a step by cause. Each is one number, or one per frame
+    (instructions that the report draws together) at its highest peak. `before` are the device's
+    bytes before the step (on a CPU, those of main memory), and `peak` is the measured peak above
+    these."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(executed.peaks, frames)
     buffers = _buffers(executed.program, tiers, places)
