@@ -1,4 +1,4 @@
-"""The two checkpoint formats from before version 0.2, which still reads them; 0.3 will not.
+"""Reader of the two checkpoint formats from before version 0.2; version 0.3 will drop it.
 
 Saved by a single process; manifest.json lists size and SHA-256 of the other files:
 
@@ -54,7 +54,7 @@ def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
                     f"{path / file}: damaged: its size or SHA-256 differs from {name}"
                 )
     with parsing(where):
-        boxes = {file: _boxes_in(path / file) for file in files if file != _STATE}
+        boxes = {file: _tensors_in(path / file) for file in files if file != _STATE}
         if name == MANIFEST:
             tensors = {
                 _PREFIXES[file.removesuffix(".safetensors")] + key: tensor
@@ -72,8 +72,8 @@ def _files_of(listed: Mapping[str, Any]) -> set[str]:
     return {box["file"] for entry in listed.values() for box in entry["boxes"]}
 
 
-def _boxes_in(path: Path) -> dict[str, SavedTensor]:
-    """Return the tensors that a safetensors file's header lists, by name."""
+def _tensors_in(path: Path) -> dict[str, SavedTensor]:
+    """Return the tensors in a safetensors file by name, each as one box that covers it."""
     with readable(path), path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(size, 2**27)))

@@ -79,8 +79,8 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """A box (range of indices per axis) of a tensor, where a file stores it, and its digest `xxh3`,
-    which is None once verified."""
+    """A box (range of indices per axis) of a tensor, where a file stores it, and its digest `xxh3`:
+    None in the earlier formats, which hash whole files."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint as its JSON list describes it: training state, and where tensors are stored."""
+    """The content of a checkpoint's JSON file: training state, and where each tensor is stored."""
 
     path: Path
     list: str  # name of the list's file
@@ -109,7 +109,7 @@ class SavedCheckpoint:
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
-    """Run `work` and return its result. Raises UnsupportedError on all ranks if it does on one."""
+    """Run `work` and return its result. An UnsupportedError on one rank is raised on all."""
     result, own_refusal = None, None
     try:
         result = work()
@@ -231,7 +231,7 @@ def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, Shard
 
 
 def _cut(box: ShardRegion, itemsize: int) -> Iterator[ShardRegion]:
-    """Yield a box as smaller boxes of whole rows, each of at most BOX_BYTES or one row."""
+    """Yield parts of a box, cut along axis 0: each at most BOX_BYTES, or one index if larger."""
     if not box.sizes:
         yield box
         return
@@ -251,7 +251,7 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """When all ranks have written, write the list and publish the folder. Raises WriteFailed."""
+    """Write the JSON file once all ranks have written; rename the folder. Raises WriteFailed."""
     named = {name: form for rank_forms in forms for name, form in rank_forms.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -328,7 +328,7 @@ def is_name(file: object) -> bool:
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Read dtype and shape of a listed tensor. Raises KeyError, TypeError, ValueError."""
+    """Return dtype and shape of a tensor's JSON entry. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
         raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")
@@ -386,8 +386,8 @@ def refuse_other_model(
     world: DistributedContext,
     any_dtype: bool = False,
 ) -> None:
-    """Raise NotDamaged on all ranks unless the checkpoint has exactly the tensors in the ranks'
-    `entries`, apart from saved tensors whose names begin with one of `unread`."""
+    """Raise NotDamaged on all ranks (the checkpoint is another model's) unless its tensors are
+    exactly those in the ranks' `entries`. Ignores saved tensors named with a prefix in `unread`."""
     where = f"{saved.path / saved.list}: belongs to another model"
 
     def look() -> bool:
@@ -444,8 +444,8 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the regions of a saved box that this rank holds, in its tensor (`here`) and in the box
-    (`there`)."""
+    """Yield the regions of a saved box that this rank holds: `here` is a region's offset in the
+    rank's tensor, and `there` its offset in the box."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)
@@ -470,7 +470,8 @@ class _WantedBox:
     parts: list[ShardRegion]
 
     def copy(self, file: Any, rooms: local) -> None:
-        """Read the box into the live tensor. Raises UnsupportedError if it is damaged."""
+        """Read the box and copy its parts into this rank's tensor. Raises UnsupportedError if the
+        box is damaged or a weight in it is NaN."""
         dtype, first = self.saved.tensors[self.name].dtype, self.parts[0].of(self.live)
         straight = self.parts[0].sizes == self.box.shape and first.is_contiguous()
         straight = straight and (first.dtype, first.device.type) == (dtype, "cpu")

@@ -90,7 +90,7 @@ class TrainState:
 
 
 def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
-    """Read a run's progress from a checkpoint's state. Raises UnsupportedError if it is missing."""
+    """Return the progress in a checkpoint's state. Raises UnsupportedError if it is missing."""
     position: Any = state.get("position")
     whole = isinstance(position, dict) and position.keys() == {"step", "tokens", "skipped"}
     if not whole or any(type(value) is not int or value < 0 for value in position.values()):
@@ -198,8 +198,8 @@ def named_checkpoints(folder: Path) -> list[Path]:
 
 
 def _is_in_the_way(path: Path) -> bool:
-    """Return whether a path with a checkpoint's name is certainly not a folder. A path that cannot
-    be examined is left for its reader to refuse."""
+    """Return whether a path with a checkpoint's name is something other than a folder. Returns
+    False if the path cannot be examined: an attempt to read it then raises the error."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
@@ -207,8 +207,8 @@ def _is_in_the_way(path: Path) -> bool:
 
 
 def _make_way(path: Path, spared: set[str]) -> None:
-    """Free the path of a checkpoint that is about to be written: rename an earlier checkpoint there
-    if `spared` contains its name, which is then removed from it. Raises WriteFailed."""
+    """Free the path of a checkpoint that is about to be written. If its name is in `spared`, rename
+    the checkpoint that is there now, and remove the name from `spared`. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
     if path.name in spared:
         _set_aside(path)
@@ -225,8 +225,8 @@ def _set_aside(path: Path) -> Path:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise if a run cannot resume from a saved state: NotDamaged if it is another run's (its file
-    is sound), UnsupportedError if it lacks a needed key."""
+    """Raise if a run cannot resume from a checkpoint's state: NotDamaged if the state is another
+    run's, UnsupportedError if a key of `expected` is missing."""
     for key, value in expected.items():
         if key not in state:
             raise UnsupportedError(f"{path}: damaged: its {key} is missing")
@@ -254,14 +254,14 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
 
 
 def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the tensors that a checkpoint saves: trained parameters, each under its first name,
-    and buffers of the weights. Frozen parameters come from the source of the model."""
+    """Return the tensors that a checkpoint saves: trained parameters (a tied one under its first
+    name) and persistent buffers. Frozen parameters come from the model's source."""
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return {**parameters, **buffers_of(model)}
 
 
 def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return this rank's part of the buffers that belong to the weights, by name."""
+    """Return this rank's persistent buffers (those in `state_dict()`), by name."""
     kept = model.state_dict(keep_vars=True).keys()
     return {n: b for n, b in model.named_buffers() if n in kept and not b.is_meta}
 
@@ -322,7 +322,7 @@ class Saver:
         return self._restored(self._together(latest, "reading a checkpoint"))
 
     def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Restore the checkpoint at `path`, also of another run. Raises UnsupportedError."""
+        """Restore the checkpoint at `path`, of this or another run. Raises UnsupportedError."""
         read = partial(self._read, path, expected)
         restored = self._restored(self._together(read, "reading a checkpoint"))
         assert restored is not None
@@ -344,8 +344,8 @@ class Saver:
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
         """Delete checkpoints up to `step`, except the latest `keep` and that of step `best`. If
-        that of `step` was just `saved`, also delete later ones: from them this run could not
-        resume. Skipped checkpoints that may be intact stay. Raises WriteFailed."""
+        `saved`, that of `step` was just written, and later ones, from which this run could not
+        resume, are deleted too. Skipped ones that may be intact stay. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]
@@ -361,7 +361,7 @@ class Saver:
         return None if self._gather is None else self._gather()
 
     def _together(self, work: Callable[[], T], what: str) -> T:
-        """Run `work` on all ranks, or on rank 0 alone if it reads and writes for all."""
+        """Run `work` on all ranks if each saves its own tensors, else on rank 0 for all."""
         if self._among is not self._world:
             return self._world.run_on_rank0(work, what)
         with activity(what):
@@ -374,8 +374,8 @@ class Saver:
         return restored
 
     def _read(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Copy a checkpoint into this rank's tensors and generators; a rank that the checkpoint
-        lacks takes rank 0's generators. Raises UnsupportedError on all ranks."""
+        """Copy a checkpoint into this rank's tensors and random generators. If fewer ranks wrote
+        it, further ranks copy rank 0's generators. Raises UnsupportedError on all ranks."""
         world = self._among
         saved = open_checkpoint(path, expected, world)
         refuse_other_model(saved, self._entries, (RNG,), world)
@@ -411,8 +411,8 @@ def _own(number: int) -> str:
 
 
 def _generators(world: DistributedContext) -> dict[str, str]:
-    """Return a rank's random generators as a map from names in a checkpoint to names in the
-    process; checkpoints of one process used the latter before version 0.2."""
+    """Return the names of a rank's random generators in the process, by name in a checkpoint:
+    `cuda` is the rank's GPU, which one process saved as `cuda:N` before version 0.2."""
     if world.device.type == "cpu":
         return {"cpu": "cpu"}
     gpu = f"cuda:{world.device.index or 0}"
@@ -458,8 +458,8 @@ def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
 def is_exported(
     checkpoint: Path, folder: Path, marks: Mapping[str, Any], note: Callable[[str], None]
 ) -> bool:
-    """Return whether `folder` already holds the whole export of this very checkpoint. A folder that
-    has changed since is renamed, and `note` gets a message."""
+    """Return whether `folder` already holds the complete export of this checkpoint. If one of its
+    files has changed since, rename the folder, tell `note`, and return False."""
     recorded = read_json(folder / SOURCE, files=dict) or {}
     files = recorded.pop(FILES, {})  # earlier versions wrote none
     if recorded != source_of(checkpoint, marks):
@@ -578,8 +578,8 @@ def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] |
 
 
 def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
-    """Gather every weight of this rank's pipeline stage, one FSDP unit on the device at a time; all
-    ranks call it. Only the stage's first rank calls `keep`, with each name and whole weight."""
+    """Gather the whole weights of this rank's pipeline stage, one FSDP unit on the device at a
+    time; all ranks call it. Only the stage's first rank calls `keep`, with each name and weight."""
     speaks = first_of_stage(sharded_model)
     for name, part in sharded_model.sharded.wholes():
         whole = part if sharded_model.tensor is None else sharded_model.tensor.whole(name, part)

@@ -23,7 +23,7 @@ _GATHER = ("GRPOTrainer", "RLOOTrainer")
 
 def context_of(accelerator: Any, layout: Layout | None, trainer: type) -> ParallelContext | None:
     """Return the communication context of a Trainer's processes, or None for one process. Raises
-    UnsupportedError if the processes cannot share a step of this class of Trainer."""
+    UnsupportedError if `layout` does not fit their number or this class of Trainer."""
     processes = accelerator.num_processes
     if layout is not None and not isinstance(layout, Layout):
         raise UnsupportedError(
@@ -61,7 +61,7 @@ def context_of(accelerator: Any, layout: Layout | None, trainer: type) -> Parall
 
 
 def share(accelerator: Any, ranks: ParallelContext) -> None:
-    """Make the accelerator distribute, gather and average as if its processes were the replicas."""
+    """Make the accelerator count replicas, not ranks, when it distributes, gathers and averages."""
     layout, number = ranks.layout, ranks.rank.along["data"]
     every = range(layout.devices())
     along = [type(ranks.rank)(layout, n).along for n in every]
@@ -93,7 +93,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """Run backward on the replicas' mean loss: a farspan step sums their gradients."""
+            """Run backward on loss / replicas: a farspan step sums the replicas' gradients."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas
@@ -115,8 +115,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Inside the block, set every requires_grad to its value from when the parameters were sharded:
-    peft freezes adapters while it switches them off."""
+    """Set each parameter's `requires_grad` to its value in `flags` inside the block: peft clears
+    that of adapters while it switches them off."""
     with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
 

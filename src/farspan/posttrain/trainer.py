@@ -244,9 +244,9 @@ class LongContext:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> "_Predicted":
-        """Return the loss of one batch and, for metrics, what `preprocess_logits_for_metrics` makes
-        of its logits. Raises UnsupportedError if it is missing: for a long sequence, a row of
-        vocabulary size per token does not fit in memory."""
+        """Return (loss, outputs, labels) of one batch. The outputs, for metrics, are what the
+        user's `preprocess_logits_for_metrics` makes of the logits. Without that function this
+        raises UnsupportedError: all logits of a long sequence do not fit in memory."""
         self._refuse_other_arguments()
         rewards = any(forward.classifies for forward in self._forwards)
         if not prediction_loss_only and not rewards:
@@ -302,9 +302,9 @@ class LongContext:
             self.preprocess_logits_for_metrics = self._preprocess
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
-        """Compute the loss with the Trainer's own method. A reference model's log-probabilities are
-        computed first, since both models run in the same memory: between the policy's forward and
-        backward they would overwrite saved activations, and the forward would run again."""
+        """Return the loss of the Trainer's own method, after a reference model's log-probabilities.
+        Both models share memory: TRL would run the reference between the policy's forward and
+        backward, and overwrite saved activations, so that the forward ran again."""
         compute = super().compute_loss  # type: ignore[misc]
         names = next(
             (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()
@@ -328,8 +328,8 @@ class LongContext:
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
     ) -> Tensor | None:
-        """Return the number of trained tokens in all batches of an update, which divides its loss,
-        unless the user asks for the mean of each batch."""
+        """Return the number of trained tokens in all batches of an update, by which its loss is
+        divided, or None if the user asks for the mean of each batch."""
         counts = batch_samples and "labels" in batch_samples[0]
         if not counts or not self.model_accepts_loss_kwargs:
             return None
@@ -367,7 +367,7 @@ class LongContext:
         return step
 
     def _count_draws(self) -> None:
-        """Number this batch by its place in training: dropout is then the same after a resume."""
+        """Seed dropout by this batch's place in training, so that a resumed run draws the same."""
         updates, calls = self._calls
         now = self.state.global_step
         self._calls = now, calls + 1 if updates == now else 0
@@ -503,8 +503,8 @@ class LongContext:
 
 
 class _Forward:
-    """Replacement for the forward of a classifier, or of a model to which TRL gave a fused language
-    model head. A farspan step computes the head's outputs per token or sequence."""
+    """Replacement for a forward, which returns the same outputs from a farspan step: a classifier's
+    logits per sequence or, if TRL gave the model a fused head, log-probabilities per token."""
 
     def __init__(
         self,
@@ -512,8 +512,8 @@ class _Forward:
         step_of: Callable[..., Step],
         beside: "list[_Forward]",
     ) -> None:
-        """Replace the forward of `model`. `beside` lists all forwards that the Trainer replaced:
-        their steps use the same memory, one after the other."""
+        """Replace the forward of `model`. `beside` lists the replacements in all models of the
+        Trainer: their steps use the same memory, one after the other."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._own = base.forward
         self._function = getattr(self._own, "__func__", None)
@@ -609,8 +609,8 @@ class _Forward:
 
 
 def _asks_for_values(kind: type) -> bool:
-    """Return whether this class of TRL trainer computes its loss from a few outputs per token.
-    Trainers that TRL derives from such classes (GKDTrainer) read logits."""
+    """Return whether this TRL trainer computes its loss from log-probabilities or rewards, not from
+    logits. Classes that TRL derives from such trainers, such as GKDTrainer, read logits."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl")
     base = next(own, object)
     if base.__name__ not in _BY_VALUES:

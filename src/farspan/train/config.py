@@ -63,7 +63,7 @@ class DeviceAllocator(StrEnum):
 
 
 class StatesPlace(StrEnum):
-    """Place and width of AdamW's states."""
+    """Memory that holds AdamW's states, and their number of bits."""
 
     AUTO = "auto"  # the device if they fit next to the step, else the host
     DEVICE = "device"  # fp32 masters and moments on the device
@@ -103,7 +103,7 @@ class LoraConfig:
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     def everywhere(self) -> int:
-        """Return the rank if every linear module has an adapter without dropout, else 0."""
+        """Return the LoRA rank if all linear modules have adapters without dropout, else 0."""
         return self.rank if self.targets == "linear" and not self.dropout else 0
 
 
@@ -245,11 +245,11 @@ class SparseConfig(Sparse):
             )
 
     def spec(self) -> Sparse:
-        """Return the `Sparse` value for a Schedule, without warning threshold and index."""
+        """Return the `Sparse` value for a Schedule, which has no `warn_below` and no index."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":
-        """Return a copy with the fields of `pages`, and without the index if `pages` reads none.
+        """Return a copy with the settings in `pages`, and without the index if `pages` uses none.
         Raises UnsupportedError if `pages` needs an index and this configuration has none."""
         index = self.index if pages.indexed else None
         try:

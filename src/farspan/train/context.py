@@ -109,9 +109,9 @@ def inspect_model(
     rank: int = 0,
     kernels: Kernels | None = None,
 ) -> InspectedModel:
-    """Describe a model for the planner, and profile the work of its layers on `device`. `rank` is
-    the rank of adapters on every linear module of the layers, or 0 for other adapters or none;
-    `kernels` are those that the run uses."""
+    """Describe a model for the planner, and profile its layers on `device`. `rank` is the LoRA rank
+    if every linear module of the layers has an adapter, else 0. `kernels` are those that the run
+    uses."""
     stages, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(stages, kernels, device)
     spec = with_work(stages, describe(stages, device))
@@ -141,7 +141,7 @@ def inspect_sharded(
 
 
 def _merge_work(inspected: InspectedModel, spec: ModelSpec) -> InspectedModel:
-    """Return the model's specification with the work of its layers taken from the profile."""
+    """Return the model with specification `spec`, but the profile's FLOP and bytes per layer."""
     assert inspected.profile is not None, "it has been profiled"
     pairs = zip(spec.layers, inspected.profile.spec.layers, strict=True)
     # Only the model knows which weights are packed, and their bytes.
@@ -159,8 +159,8 @@ def inspect_blank(
     kernels: Kernels,
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """Describe a model, with or without weights, by its configuration's profile, or by its own if
-    the configuration's has other sizes than `sizes` (see `_sizes`; default: the model's total)."""
+    """Describe a model, also without weights, by its configuration's profile or, if that has other
+    sizes than `sizes` (see `_sizes`; default: the model's total), by a profile of the model."""
     model = stages.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -290,7 +290,8 @@ class RunContext:
         return spec if self.weights is None else self.weights.counted(spec)
 
     def held_bytes(self) -> int:
-        """Return the bytes of weights, states and index on the device (on a CPU, in both tiers)."""
+        """Return the bytes of weights, AdamW states and the index of sparse attention on the
+        device; on a CPU, where both tiers are main memory, those in both."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0) + self._index_bytes()

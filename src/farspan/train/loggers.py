@@ -419,7 +419,7 @@ class Callback:
         `loss` for a skipped step."""
 
     def on_evaluation(self, metrics: Mapping[str, Any]) -> Answer:
-        """Receive an evaluation: `step` (0 before the first), `heldout_loss`, `heldout_tokens`."""
+        """Receive an evaluation: `step` (0: before training), `heldout_loss`, `heldout_tokens`."""
 
     def on_checkpoint(self, path: Path) -> Answer:
         """Receive the folder of a saved checkpoint."""

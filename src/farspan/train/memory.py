@@ -94,7 +94,7 @@ def describe_measured(predicted: int, measured: int) -> str:
 
 def describe_resident(predicted: int, resident: int) -> str:
     """Return one line that compares the predicted and the resident memory of the process on a CPU,
-    without what it used before loading weights."""
+    both without the bytes in use before the weights were loaded."""
     return (
         f"memory of the process without libraries and data: {show_bytes(predicted)} predicted, "
         f"{show_bytes(resident)} resident at most"
@@ -184,8 +184,8 @@ def is_unified(device: torch.device) -> bool:
 
 
 def open_of(run: RunConfig) -> Open:
-    """Return which placements the run file leaves to the planner: that of weights only if the
-    planner also chooses the schedule."""
+    """Return the choices that the run file leaves to the planner: the tier of optimizer states,
+    that of weights (only if the planner also chooses the schedule), and the use of a drive."""
     schedule, optimizer = run.schedule, run.optimizer
     weights = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
     return Open(optimizer.states is StatesPlace.AUTO, weights, optimizer.disk is not None)
@@ -229,7 +229,8 @@ def bare_machine(device: torch.device) -> MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Calls that tell the GPU's allocator when steps begin or change; None if not needed."""
+    """Functions that tell the GPU's allocator that a step begins, or that later steps will differ;
+    None for an allocator that need not know."""
 
     begin_step: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None  # the following steps differ from the earlier ones

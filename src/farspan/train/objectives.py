@@ -54,11 +54,11 @@ class _LogProbLoss:
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, updates: int) -> None:
-        """Compute values that the loss needs before training; `updates` were done earlier."""
+        """Compute what the loss needs before training, which continues after `updates` updates."""
 
     def train(self, step: Step, micro: Micro, total: int, share: float) -> Sums:
-        """Run forward and backward on a batch, and return its share of the loss and metrics.
-        `share` is that of the routers' losses."""
+        """Run forward and backward on a batch. Returns its share of the loss and of each metric;
+        mixture-of-experts routers' losses are multiplied by `share`."""
         with torch.enable_grad():
             shares = self._batch_shares(step, micro, total, "train")
             if self.loss.routers:
@@ -91,8 +91,8 @@ class _LogProbLoss:
 
     @contextmanager
     def detached(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run the block's forwards without gradients and without reporting progress of the update;
-        a stop signal still ends them between two cells."""
+        """Run the block's forwards on `step` without gradients, and without reporting them as
+        progress of training. A stop signal still ends them between two cells."""
         reported = step.progress
         step.progress = progress or self._check
         try:
@@ -288,8 +288,8 @@ def text_config(model: Any) -> Any:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch all adapters off inside the block. Parameters stay trainable: peft's own context
-    manager changes that, and farspan would have to inspect the model again."""
+    """Switch all adapters off inside the block, and leave their parameters trainable. peft's own
+    context manager does not, and farspan would have to inspect the model again."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True

@@ -25,14 +25,14 @@ class Reporter:
         """Show a message."""
 
     def preparing(self, documents: int, tokens: int, read: object = "") -> None:
-        """Report the documents and tokens prepared so far; `read` says which share of the data they
-        are, and how long the rest takes."""
+        """Report the documents and tokens prepared so far. `read` is text: which share of the data
+        this is, and how long the rest takes."""
 
     def measuring(self, what: str) -> None:
         """Report that the planner's measurement of `what` on this machine begins."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
-        """Report that training begins after `step` of `steps`; `how` is shown with the progress."""
+        """Report that training begins after step `step` of `steps`; `how` is shown with it."""
 
     def begin(self, step: int) -> None:
         """Report that step `step`, counted from 1, begins."""

@@ -99,15 +99,15 @@ LEAST_FRACTION = 0.125  # half of this fraction is not worth its buffers
 
 
 def fixed_bytes(budget: Budget) -> int:
-    """Return the bytes of a tier's budget that are the same under every schedule."""
+    """Return the bytes in `budget`, a tier's planned bytes by part, that no schedule changes."""
     return sum(size for part, size in budget.parts.items() if part in FIXED)
 
 
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Return a schedule that takes less memory of `tiers` than `schedule`, if possible at most
-    RETRY_SHARE of its bytes, or None if no change saves the share WORTH.
+    """Return a schedule that takes fewer bytes of `tiers` than `schedule`, if possible at most the
+    fraction RETRY_SHARE of them, or None if no change saves the fraction WORTH.
 
     Fields are changed one after the other, the cheapest in time first. In a pipeline every stage
     keeps its layers, so that its ranks can run the result.
@@ -133,7 +133,7 @@ def lighter_schedule(
 
 
 def needed(question: Question, schedule: Schedule, tiers: Sequence[Tier]) -> int:
-    """Return the tiers' bytes that depend on the schedule, for the rank that needs the most."""
+    """Return the bytes of `tiers` that depend on the schedule, on the rank that needs most."""
     sized = size(question, schedule)
     budgets = {Tier.DEVICE: sized.device, Tier.HOST: sized.host}
     return sum(budgets[tier].total - fixed_bytes(budgets[tier]) for tier in tiers)
@@ -248,7 +248,7 @@ def _room(plan: Plan) -> str:
 
 
 def _miss(plan: Plan) -> str:
-    """Return words for the bytes that a plan needs and has in the memory that is scarcest."""
+    """Return text: the bytes that a plan needs and those available, in the scarcest memory."""
     question = plan.question
     if question.machine.unified:  # one memory: a tier's limit excludes the other tier
         tiers = (plan.device.parts, plan.host.parts)

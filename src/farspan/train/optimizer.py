@@ -62,7 +62,7 @@ class OptimizerStates(Protocol):
 
 
 class ResidentStates:
-    """AdamW states on the device. Invariant: a 16-bit parameter equals its rounded fp32 master."""
+    """AdamW states on the device. Invariant: a 16-bit parameter is its rounded fp32 master copy."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
         self._parameters = parameters
@@ -153,9 +153,9 @@ class EightBitStates:
             self._adam.state[parameter] = self._zeros(parameter)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state that torchao would make at a parameter's first step, in a fixed format.
-        torchao has no public function: `_new_buffer(parameter, signed)` returns zeros, one byte per
-        element or in the parameter's dtype, by the rule at the top of this file."""
+        """Return a parameter's initial AdamW state, in the format that torchao would choose at the
+        first step. No public function makes it: `_new_buffer(parameter, signed)` returns zeros of
+        one byte per element or in the parameter's dtype, by the rule at the top of this file."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }
@@ -244,9 +244,9 @@ class TrainingOptimizer:
         room: int | None = None,
         streamed: StreamedWeights | None = None,
     ) -> None:
-        """Allocate all states, within `room` bytes of main memory for this process, if limited.
-        `streamed` holds the weights if parameters and gradients live in main memory. Raises
-        UnsupportedError, TooLarge."""
+        """Allocate all states. Those in main memory may take at most `room` bytes in this process
+        (None: no limit). `streamed` are the weights if these and their gradients are in main
+        memory. Raises UnsupportedError, TooLarge."""
         self._config = config
         self._pieces = pieces
         self._streamed = streamed

@@ -186,8 +186,8 @@ def question_of_run(
 
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
-    """Return the model to plan for and whether its linear modules have 4-bit weights. The model is
-    given by its configuration, or by profiles if adapters skip some modules. Raises
+    """Return the model to plan for, and whether its linear modules have 4-bit weights. The model is
+    a configuration; profiles if adapters are not on every linear module or have dropout. Raises
     UnsupportedError for a model that cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
@@ -218,7 +218,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with the optimizer that `options` names, if a run file can express it."""
+    """Return the run with AdamW states where `options` says; `auto` if no run file can say it."""
     if "optimizer" not in options:
         return run
     name = options["optimizer"]
@@ -258,5 +258,5 @@ def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: Machin
 
 
 def stretched_by(model: str, tokens: int) -> dict[str, Any]:
-    """Return the overrides that extend the positions of `model`, a name or folder, to `tokens`."""
+    """Return overrides (positions, RoPE) with which `model`, a name or folder, reads `tokens`."""
     return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)

@@ -1,5 +1,5 @@
-"""Choice of a run's schedule, which the run file sets or the planner finds, and of the next one
-after an out-of-memory error."""
+"""Choice of a run's schedule, by the run file or the planner, and of a lighter schedule after an
+out-of-memory error."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -120,9 +120,9 @@ class FreeMemory:
 
 
 def free_now(device: torch.device, used: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
-    """Return the memory that this process can use now, including what it already uses: on a CPU
-    `used` bytes in each of the `ranks` processes on this machine; on a GPU the memory that torch
-    has reserved, and `on_host` bytes of main memory per process."""
+    """Return the memory that this process can use: free memory and that which the run already uses.
+    On a CPU it uses `used` bytes in each of the `ranks` processes on this machine; on a GPU the
+    memory that torch has reserved, and `on_host` bytes of main memory per process."""
     host = available_host_bytes()
     if device.type == "cpu":
         return FreeMemory(0, host + ranks * used)
@@ -161,8 +161,8 @@ class SchedulePolicy:
         return self._on_rank0(self._first)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
-        """Return the schedule of the next attempt, which takes less than `before` of the tier that
-        ran out. Raises UnsupportedError if no schedule does."""
+        """Return a schedule for the next attempt, which takes less of the tier that ran out than
+        the schedule `before`. Raises UnsupportedError if no schedule does."""
         return self._on_rank0(partial(self._again, before, shortage))
 
     def lighter(self, before: Choice, shortage: Shortage) -> Choice:
@@ -264,8 +264,8 @@ class SchedulePolicy:
 
 
 def _reused(plan: Plan | None, question: Question) -> Plan | None:
-    """Return `plan` as the plan for `question`, or None if it is for another step or would have
-    less room there than before."""
+    """Return `plan`, sized again for `question`, or None if it was made for another step or would
+    now have less memory to spare than when it was made."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -273,7 +273,7 @@ def _reused(plan: Plan | None, question: Question) -> Plan | None:
 
 
 def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
-    """Return the schedule on one line; `hides` says that sparse attention may hide tokens."""
+    """Return the schedule as one line; `hides` means that sparse attention may hide tokens."""
     schedule = choice.schedule
     sizes = schedule.groups if isinstance(schedule.groups, tuple) else (schedule.groups,)
     groups = " + ".join(str(size) for size in sizes)
@@ -302,7 +302,7 @@ def _share(what: str, fraction: float, tier: Tier) -> str:
 
 
 def _retry_bytes(budget: Budget) -> int:
-    """Return the bytes that the next plan may take of a tier that ran out of memory."""
+    """Return the bytes that the next schedule may take of a tier that ran out of memory."""
     fixed = fixed_bytes(budget)
     return fixed + int(RETRY_SHARE * (budget.total - fixed))
 
@@ -315,7 +315,8 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function from a program to the bytes of a step outside the program's buffers.
+    """Return a function that takes a program and returns the most bytes that a step takes outside
+    the program's buffers.
 
     The model's profile predicts these bytes, and the first step measures them. For ranks that share
     a step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights
@@ -438,8 +439,8 @@ def question_of(
     states: StatesPlace,
     world: DistributedContext,
 ) -> Question:
-    """Return the planner's input for one batch of the run, with optimizer states in the place
-    `states`; `auto` stands for the tier of the weights."""
+    """Return the planner's input for one batch of the run. `states` is the place of optimizer
+    states; `auto` means the tier of the weights."""
     default = StatesPlace.HOST if run.schedule.weights is Tier.HOST else StatesPlace.DEVICE
     # Only the run's devices on this node share links and main memory.
     here = replace(machine, devices=world.local_size)
@@ -528,7 +529,7 @@ def _planned(
     run: RunConfig, components: Components, question: Question, before: str | None
 ) -> Plan:
     """Return the best plan over all placements that the run leaves open. A resumed run keeps its
-    placement if that fits. For a schedule from the run file only bytes decide, not time."""
+    placement if that fits. If the run file sets the schedule, plans are compared by bytes alone."""
     if run.schedule.strategy == AUTO:
         if before is not None:
             same = components.best_plan(replace(question, open=PINNED))
@@ -611,10 +612,10 @@ def recall_plan(
     question: Question,
     evaluate: Callable[[Question, str, Schedule], Plan],
 ) -> Choice | None:
-    """Return the schedule that the planner chose in an earlier part of this run, read from its
-    `record`, so that results stay bit-identical, or None if it was chosen for another machine. In
-    another layout bits change anyway, so only a sparse schedule that can run there is kept: its
-    chunk is part of the attention's definition."""
+    """Return the schedule that the planner chose in an earlier part of this run, from its `record`:
+    results then stay bit-identical. Returns None if machine or sparse attention differ. Under
+    another layout of ranks bits change anyway, so the schedule is kept only if it is sparse and can
+    run: its chunk is part of the attention's definition."""
     layout = question.layout
     if record is None or record.get("machine") != question.machine.name:
         return None

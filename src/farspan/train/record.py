@@ -1,6 +1,6 @@
-"""Records of a run: the history of its parts with commands, machines and versions; and one step in
-detail, with its planned and measured memory by cause and its time by kind of work. Two steps per
-schedule are recorded: the first for memory, which is metered anyway, and the second for time.
+"""Records of a run: its history (commands, machines and versions of each start), and one step in
+detail, with planned and measured memory by cause, and time by kind of work. Two steps per schedule
+are recorded: the first, which measures memory anyway, for memory, and the second for time.
 
 The engine knows the exact bytes of weights, optimizer states and the program's buffers. Weight
 gradients are counted as they appear. The rest of the measured memory counts for the running cell.
@@ -226,8 +226,8 @@ class StepRecorder:
         return {kind: size for kind, size in by_kind.items() if size > 0}
 
     def spans(self) -> Iterator[tuple[Program, Span]]:
-        """Yield each program with a time span, in seconds since the first program began, in which
-        one instruction, copy or update kept a queue (such as `compute` or `fetch`) busy."""
+        """Yield (program, span). A span is the time in which one instruction, copy or update kept a
+        queue (such as `compute` or `fetch`) busy, in seconds since the first program began."""
         first, timed = self.walks[0].marks[0], self._timed()
         for walk in self.walks:
             for index, instruction in enumerate(walk.program.instructions):
@@ -244,7 +244,7 @@ class StepRecorder:
             yield self.walks[-1].program, Span("compute", began, ended, UPDATE_SPAN)
 
     def highest(self) -> int:
-        """Return the index of the program with the highest peak memory; 0 without a meter."""
+        """Return the index of the program with the highest peak memory; 0 if none was measured."""
         tops = [max(walk.peaks, default=0) for walk in self.walks]
         return tops.index(max(tops))
 
@@ -272,8 +272,8 @@ def _lane(program: Program, instruction: Instruction) -> str:
 
 
 def _may_change_gradients(instruction: Instruction, seen: set[object]) -> bool:
-    """Return whether an instruction may change the bytes of `.grad`: a group's Close may, and so
-    may the first backward of each layer. Adds to `seen`, the kinds and layers seen so far."""
+    """Return whether an instruction may change the bytes of `.grad`. Closing a group may, and so
+    may the first backward of each layer or head; `seen` collects those found so far."""
     if isinstance(instruction, Close):
         return True
     if not isinstance(instruction, Backward | Head | EmbedBackward):
@@ -295,9 +295,10 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause. A value is one number, or one per frame
-    of the report's drawing, at that frame's highest peak. `before` are the device's bytes before
-    the step (on a CPU, those of main memory), and `peak` is the measured peak above these."""
+    """Return planned and measured bytes of a step by cause. Each is one number, or one per frame
+    (instructions that the report draws together) at its highest peak. `before` are the device's
+    bytes before the step (on a CPU, those of main memory), and `peak` is the measured peak above
+    these."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(executed.peaks, frames)
     buffers = _buffers(executed.program, tiers, places)
@@ -322,7 +323,8 @@ def memory_json(
 
 
 def _fullest(peaks: Sequence[int], frames: StepFrames) -> Bytes:
-    """Return for each frame the index of its instruction with the highest peak bytes."""
+    """Return for each frame (instructions that the report draws together) the index of the
+    instruction with its highest peak bytes."""
     values, tops, start = np.array(peaks, np.int64), list[int](), 0
     for end in frames.ends:
         stop = min(end, len(values))
@@ -345,7 +347,7 @@ def _buffers(program: Program, tiers: tuple[Tier, ...], indices: Bytes) -> dict[
 
 
 def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
-    """Return the bytes of a plan, by cause, that exist throughout a step but not before it."""
+    """Return planned bytes, by cause, that exist throughout a step but not before the step."""
     on_host = parts.get("host_gradients", 0) if Tier.HOST in tiers else 0
     return {
         "gradients": parts.get("gradients", 0) + on_host,
@@ -387,16 +389,16 @@ def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> d
 
 
 def drawn_json(executed: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
-    """Return the frames in which the report draws an executed program, and their measured times, as
-    `farspan.report.plan_page` expects them."""
+    """Return an executed program's frames (instructions that the report draws together), and their
+    measured times, as `farspan.report.plan_page` expects them."""
     first, *_ = executed.marks
     begins = {index: _between(first, mark) for index, mark in enumerate(executed.marks[:-1])}
     return drawn_walk(executed.program, begins, _between(first, executed.marks[-1]))
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
-    """Return the seconds that the planner expects per update of `batches` batches: of each kind of
-    work and of attention as if each ran alone, and in total with overlap."""
+    """Return the seconds that the planner expects for an update of `batches` batches. Those of each
+    kind of work, and of attention, are as if it ran alone; `total` counts overlap."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
     seconds, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):

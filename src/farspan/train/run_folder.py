@@ -229,8 +229,8 @@ class RunFolder:
         return Path(shown(self.path))
 
     def prepare(self) -> list[str]:
-        """Remove what a killed process left, write config.yaml, and return the changed settings
-        that alter roundings.
+        """Remove what a killed process left, and write config.yaml. Returns a line for each changed
+        setting that alters the rounding of results.
 
         Raises:
             UnsupportedError: The folder holds another run that can be resumed (the message names
@@ -330,7 +330,7 @@ class OthersFolder(RunFolder):
         return self
 
     def hold(self) -> None:
-        """Keep the folder open, if rank 0 has made it on a drive that this machine sees."""
+        """Keep the folder open if it exists here, that is, on a drive shared with rank 0."""
         if self.name.is_dir():
             super().hold()
 
@@ -368,7 +368,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line for each setting that differs between two configurations, with both values."""
     old, new = flatten(before), flatten(now)
     if {old.get(DATA), new.get(DATA)} - {None, 1}:
-        old, new = _whole_batch(old), _whole_batch(new)
+        old, new = _with_batch_of_all(old), _with_batch_of_all(new)
     if old.get(STATES) in SAME_STATES and new.get(STATES) in SAME_STATES:
         old, new = _without(STATES, old), _without(STATES, new)
     if old.get(DECAY) == new.get(DECAY) == Decay.CONSTANT:
@@ -380,8 +380,8 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the batch of all replicas together in place of one replica's."""
+def _with_batch_of_all(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the batch of all replicas together, instead of one replica's."""
     batch = leaves["batch"] * (leaves.get(DATA) or 1)
     return _without("batch", leaves) | {"batch of all replicas": batch}
 
@@ -428,7 +428,7 @@ def diagnosis_json(
     loss: float,
     norm: float | None,
 ) -> dict[str, Any]:
-    """Return what diagnosis.json holds, except batches; `norm` is None for a held-out loss."""
+    """Return the values of diagnosis.json, except batches; `norm` is None for a held-out loss."""
     return {
         "step": step,
         "not_finite": "held-out loss" if norm is None else finding.kind,
@@ -452,8 +452,8 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device | None = None) -> None:
-    """Restore the states of `capture_rng` on the devices that exist. `device` is the rank's GPU; it
-    gets the state of the first GPU, which is rank 0's."""
+    """Restore the generators' states that `capture_rng` returned, on the devices that exist. A
+    rank's GPU `device` other than the first also gets the state of cuda:0, which is rank 0's."""
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):

@@ -85,7 +85,7 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
-    """Fill in a run's tokenizer (by default the model's, or bytes for random weights) and the
+    """Return the run with its tokenizer (default: the model's, or bytes for random weights) and the
     replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
@@ -228,8 +228,8 @@ def _check_data(
 def _check_window(
     run: RunConfig, model: Any, reference: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
-    """Raise UnsupportedError, naming the document, if the model or `reference` (None: no second
-    model) does not support a document that a stream holds in memory."""
+    """Raise UnsupportedError, naming the document, if a document in memory (of a stream, only part
+    of the data is) does not fit the model or `reference` (None: no second model)."""
     for limited in [model] if reference is None else [model, reference]:
         place = ""
         try:
@@ -577,8 +577,8 @@ def _ranks_words(world: DistributedContext) -> str:
 def show_data(
     run: RunConfig, sequence: int, held_out: bool, watch: Watch = unwatched
 ) -> Iterator[str]:
-    """Yield lines about the data and about one sequence, whose number counts from 0 in training
-    order or among the held-out sequences. Raises UnsupportedError."""
+    """Yield lines of text about the data and about sequence number `sequence`, counted from 0 in
+    training order or, if `held_out`, among the held-out sequences. Raises UnsupportedError."""
     run = as_begun(resolve(replace(run, parallel=None)))
     tokenizer = load_run_tokenizer(run)
     corpus = _open_data(run, tokenizer, watch)

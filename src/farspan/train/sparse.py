@@ -1,5 +1,5 @@
-"""Sparse attention in a run: its page selector, the keys that mark its outputs as approximate, and
-the warning about attention mass on hidden tokens."""
+"""Sparse attention in a run: its page selector, the JSON keys that mark its outputs as approximate,
+and the warning about attention mass on hidden tokens."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -30,8 +30,8 @@ def marks(run: RunConfig) -> dict[str, str]:
 
 
 def hides(run: RunConfig) -> bool:
-    """Return whether a query of this run may miss a token that dense attention shows it. Computed
-    for chunks of one page, which have the most pages to choose from: a retry may use them."""
+    """Return whether sparse attention may hide from a query a token that dense attention shows it.
+    Assumes chunks of one page, which leave the most pages to choose from: a retry may use them."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -55,7 +55,7 @@ def sparsity_words(run: RunConfig) -> str:
 
 
 def what_changes(run: RunConfig, change: str) -> str:
-    """Return a clause that says how a changed setting affects the results of a resumed run."""
+    """Return text for a message: how a changed setting affects the results of a resumed run."""
     if run.sparse is not None and change.startswith("schedule."):
         return "sparse attention sees other tokens if the chunk changes, and gradients differ then"
     return "the gradients are the same up to rounding, but not bit for bit"
@@ -73,8 +73,8 @@ def other_chunk(before: int | None, now: Schedule) -> str:
 
 def fraction_of(config: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
     """Return the selector that keeps a fixed share of pages, or None if the run file sets no
-    sparsity. Raises UnsupportedError if that share is more than the budget. The check assumes
-    chunks of one page, to which a run short of memory may change."""
+    sparsity. Raises UnsupportedError if the share exceeds the budget in chunks of one page, which a
+    run that is short of memory may use."""
     sparse = schedule.sparse
     if sparse is None or config is None or config.sparsity is None:
         return None
@@ -108,8 +108,8 @@ def index_of(config: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     config: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """Return the run's page selector, or None for the default, which takes the pages with the most
-    votes. Raises UnsupportedError."""
+    """Return the run's page selector, or None for the default, which takes the pages that score
+    highest for the queries. Raises UnsupportedError."""
     share = fraction_of(config, schedule, context)
     if schedule.sparse is None:
         return share
@@ -123,8 +123,9 @@ def _sparsity_for(most: int, pages: int) -> float:
 
 
 def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return attention-mass values for metrics.jsonl: the mean over the step's sampled cells, the
-    minimum over all queries in them, and that query's layer. Empty if no cell hid a page."""
+    """Return values for metrics.jsonl about attention mass, the share of dense attention on tokens
+    that are not hidden: its mean over the step's sampled cells, its minimum over their queries, and
+    the layer of that minimum. Empty if no cell hid a page."""
     if not seen:
         return {}
     least = min(seen, key=lambda cell: cell.mass.minimum)

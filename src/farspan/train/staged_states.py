@@ -282,7 +282,7 @@ class HostStates:
 
     def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
         """Yield the states of each slice in main memory: the master copy, if any, and both moments.
-        The tensors may be overwritten when those of the next slice are requested."""
+        They are valid until the next slice is requested."""
         for piece in pieces:
             yield [_part(self._states[key], piece) for key in self._keys(piece.name)]
 
@@ -423,15 +423,15 @@ class ScratchFile:
             raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
-        """Write changes in the mapping to the drive, where direct reads see them; free its
-        pages."""
+        """Write changes in the memory-mapped file to the drive, where direct reads see them, and
+        free the mapping's pages."""
         if self.direct:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def rates(self, buffer: Tensor) -> tuple[float, float]:
-        """Measure the bytes per second written and read with as many requests at once as in an
-        update. The file then begins with zeros. `buffer` is of uint8 and whole sectors."""
+        """Return bytes per second (written, read), with as many requests at once as in an update.
+        Overwrites the file's beginning with zeros. `buffer` is of uint8 and whole sectors."""
         size = min(len(buffer), self.size, TRIED)
         extent = sectors(-(-size // THREADS))
         buffer[:size].random_(generator=torch.Generator())  # the run's generator is unchanged
@@ -450,8 +450,8 @@ class ScratchFile:
 
 @dataclass(slots=True)
 class _DiskSlot:
-    """Buffer of a slice's master copy and moments, with its pending requests. Invariant: `memory`
-    is used only after `wait`."""
+    """Buffer of a slice's master copy and moments, with the pending requests to read or write it.
+    Invariant: `memory` is accessed only after `wait`."""
 
     memory: Tensor  # uint8 [3 or 2, bytes]
     requests: list["Future[None]"] = field(default_factory=list)
@@ -565,8 +565,8 @@ class DiskStates(HostStates):
             slot.requests.append(move(memory, address))
 
     def _extents(self, piece: _ParameterSlice, slot: _DiskSlot) -> list[tuple[int, Tensor]]:
-        """Return, for a slice's master copy and each moment, its offset in the file and the view of
-        the slice's buffer `slot` that holds it."""
+        """Return pairs for a slice's master copy, if any, and each moment: the offset in the file,
+        and the view of `slot`, the slice's buffer, that holds it."""
         wide = accumulate_dtype(self._parameters[piece.name].dtype)
         start, size = piece.start * wide.itemsize, (piece.stop - piece.start) * wide.itemsize
         return [
@@ -579,9 +579,9 @@ MEASURED, PASSES = 2**27, 3  # elements of the measured states (1.6 GB), and pas
 
 
 def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:
-    """Measure the bytes per second that the drive of a folder reads and writes together: the median
-    of several updates without computation. Raises UnsupportedError, also without direct I/O, and
-    WriteFailed."""
+    """Return the bytes per second, read and written together, of a folder's drive: the median of
+    several updates without computation. Raises WriteFailed, and UnsupportedError, such as for a
+    drive without direct I/O."""
     weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
     config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))
     rule = Rule(config, {"weight": False})

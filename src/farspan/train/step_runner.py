@@ -193,8 +193,8 @@ class StepRunner:
 
     @contextmanager
     def metering(self) -> Iterator[None]:
-        """Measure the step inside the block: a schedule's first step for its peak bytes, the second
-        for the seconds of each instruction. Later steps run unmeasured."""
+        """Measure the step inside the block: in a schedule's first step the peak bytes, in its
+        second the seconds of each instruction, later nothing."""
         if not self._seconds and self._ctx.device.type == "cpu":
             self._process_peak = max(self._process_peak, forget_peak())
         if self._peak is not None:
@@ -237,9 +237,9 @@ class StepRunner:
         return nullcontext() if self._recorder is None else self._recorder.updating()
 
     def took(self, seconds: float) -> dict[str, int]:
-        """Note the seconds of a finished step and write its records. Return values for
-        metrics.jsonl: the predicted and measured peak bytes after a schedule's first step (on a CPU
-        also its second), later nothing."""
+        """Note the seconds of a finished step and write its records. Returns predicted and measured
+        peak bytes for metrics.jsonl after a schedule's first step (on a CPU also its second), later
+        an empty mapping."""
         found, self._measured = self._measured, {}
         metered = bool(found)
         if not self._seconds and self._ctx.device.type == "cpu":
@@ -257,9 +257,9 @@ class StepRunner:
         return found
 
     def _look_at_process(self, predicted: int | None) -> dict[str, int]:
-        """Return planned and peak bytes of the process for metrics.jsonl, after each of the first
-        two steps on a CPU: the first step writes gradients and states mostly after its peak.
-        `predicted` is the step's predicted bytes, None in the second step."""
+        """Return planned and peak bytes of the process for metrics.jsonl, on a CPU after the first
+        step and the second: most gradients and states are first written after the first step's
+        peak. `predicted` is the step's predicted bytes, None in the second step."""
         self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
         if predicted is not None:
             self._planned = self._ctx.held_bytes() + predicted
@@ -367,8 +367,8 @@ class StepRunner:
             self._folder.forget_shortage()
 
     def _described(self, choice: Choice) -> str:
-        """Return the schedule on one line. In a pipeline the stages are shown as groups of layers,
-        not the schedule's own groups."""
+        """Return the schedule as one line of text. In a pipeline it shows the ranks' stages instead
+        of the schedule's groups of layers."""
         sharded_model, schedule = self._ctx.sharded_model, choice.schedule
         if sharded_model is not None and sharded_model.ranks.layout.pipeline > 1:
             stages = group_ranges(
@@ -455,7 +455,7 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 
 def _values_of(loss: LossConfig) -> dict[str, Any]:
-    """Return `values` for `expect_memory`: how many log-probabilities the loss keeps per token."""
+    """Return `values` for `expect_memory`: the log-probabilities kept per token, if any."""
     if loss.kind is LossKind.SFT:
         return {}
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}
@@ -512,9 +512,8 @@ class Micro:
 
 
 class Batches:
-    """Batches of a run, in order. With D replicas, their batches number n together hold the
-    sequences from n * D * batch to (n + 1) * D * batch: an update reads the same as one replica
-    with a batch of D * batch."""
+    """Batches of a run, in order. Batch n of all D replicas together holds the sequences from n * B
+    to (n + 1) * B, with B = D * batch: an update reads the same as one replica with batch B."""
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx
@@ -526,8 +525,8 @@ class Batches:
         return [self.of(step * count + place) for place in range(count)]
 
     def needed(self) -> int:
-        """Return how many different batches this replica reads: those of all its steps, or of one
-        epoch if an epoch has fewer."""
+        """Return how many different batches this replica reads: those of all its steps, but at most
+        those of an epoch, which then repeats."""
         run = self.ctx.run
         epoch = self.ctx.corpus.sequences_per_epoch()
         assert epoch is not None, "stored log-probabilities are of data that is no stream"

@@ -190,7 +190,7 @@ class TrainingLoop:
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Call a method of each callback. An exception is raised after a checkpoint is saved."""
+        """Call a method of each callback; if one raises, save a checkpoint before raising."""
         if not self._callbacks.any:
             return
         try:
@@ -200,8 +200,8 @@ class TrainingLoop:
             raise
 
     def _gradients(self, step: Step, batches: list[Micro]) -> tuple[dict[str, float], list[Seen]]:
-        """Add the gradient of the mean loss over all batches to `.grad`. Returns the loss with its
-        metrics, and statistics of sparse attention per batch."""
+        """Add the gradient of the mean loss over `batches` to `.grad`. Returns the loss and its
+        metrics by name, and the statistics of sparse attention, one per batch."""
         total, objective = self._total(batches), self._objective
         share = 1 / (len(batches) * self._batches.replicas)
         sums, seen, balance = [], [], 0.0
@@ -230,7 +230,7 @@ class TrainingLoop:
             return found, seen
 
     def _routing(self, micro: Micro, share: float) -> dict[str, Any]:
-        """Return the arguments of a step that add this share of the routers' losses, if any."""
+        """Return a step's arguments to add the routers' losses times `share`, if there are any."""
         if not self._run.objective.routers:
             return {}
         return {"attention_mask": micro.attention_mask, "router_share": share}
@@ -299,7 +299,7 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the latest checkpoint or, with `start.states`, one of the run in `start`."""
+        """Restore the run's latest checkpoint; else, with `start.states`, one of `start`'s run."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -384,7 +384,7 @@ class TrainingLoop:
         return self._callbacks.end(result)
 
     def compare(self) -> PlanComparison | None:
-        """Save and return predictions and measurements; None without a plan."""
+        """Write comparison.json, and return the plan's comparison with measurements, if any."""
         found = self._runner.compare()
         if found is not None:
             self._observer.note(found.describe())
@@ -392,8 +392,8 @@ class TrainingLoop:
         return found
 
     def export(self) -> None:
-        """Export the model and its tokenizer as a folder for `from_pretrained`: those of the
-        checkpoint with the lowest held-out loss if it is kept, else of the last step."""
+        """Export model and tokenizer as a folder for `from_pretrained`. The weights are those of
+        the checkpoint with the lowest held-out loss if it is kept, else those of the last step."""
         step = self.at.step if self.best is None else self.best
         path = self._folder.checkpoints / folder_name(step)
         folder, ctx = self._folder.model, self._ctx
@@ -422,9 +422,9 @@ class TrainingLoop:
             ) from error
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
-        """Handle a loss or gradient that is not finite: of the next step or, if `norm` is None, of
-        held-out data. Returns "loss" or "gradient" if the run skips it; else saves, and raises
-        Diverged."""
+        """Handle a loss or gradient that is not finite, in the present step or, if `norm` is None,
+        on held-out data. If the run skips such steps, return "loss" or "gradient"; else save a
+        checkpoint and raise Diverged."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.
@@ -469,10 +469,10 @@ def base_of(run: RunConfig) -> dict[str, Any]:
 
 def returning_freed(callback: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
     """Wrap a progress callback so that every 16 cells glibc's heap returns free pages to the
-    system: pages between small live blocks, such as autograd's graphs, would otherwise stay. LoRA
-    of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without this, and
-    2,349 with it, for 0.1 of 19 seconds of CPU."""
+    system: pages between small live blocks, such as autograd's graphs, would otherwise stay."""
 
+    # LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without
+    # this, and 2,349 with it, for 0.1 of 19 seconds of CPU.
     def tell(progress: Progress) -> None:
         callback(progress)
         if progress.cells_done % TRIM_EVERY == 0:

@@ -509,7 +509,7 @@ SINK_PAGES = "sink_pages"
 
 
 def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert older sparse attention, which counts sinks in pages, to current keys."""
+    """Convert an older run file's sinks (tokens that all queries see) from pages to tokens."""
     page, sinks = values.get("page", Sparse().page), values[SINK_PAGES]
     if not isinstance(page, int) or not isinstance(sinks, int):
         raise UnsupportedError(
