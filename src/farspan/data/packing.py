@@ -90,8 +90,8 @@ class Packing:
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int, shorten: bool = True) -> PackedBatch:
-        """Return sequence `index` of the first epoch, `[1, context]`; tokens of the next epoch are
-        padding.
+        """Return sequence `index` of the first epoch, `[1, context]`, with padding in place of tokens
+        of the next epoch.
 
         All sequences have one length, so one program and one set of kernel plans serve them. With
         `shorten`, an only sequence ends with its documents.
@@ -189,7 +189,7 @@ class Mixture:
         return sum(self._due(due))
 
     def epochs(self) -> list[float]:
-        """Return how often `sequences_per_epoch` sequences read each packing."""
+        """Return, for each packing, how many of its own epochs an epoch of the mixture reads."""
         counts = [p.kept.sequences for p in self._packings]
         total = self.sequences_per_epoch()
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
@@ -205,7 +205,7 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return a packing's batch whose pairs are numbered through all packings."""
+        """Return packing number `packing`'s batch with new numbers of pairs, unique in the mixture."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)

@@ -188,7 +188,8 @@ class Stream:
         return stack([self.once(index) for index in indices])
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index`, `[1, context]`, which does not wrap around its window's end."""
+        """Return sequence `index`, `[1, context]`; the last of a window ends with padding, rather than
+        with tokens from the window's beginning."""
         turn, window, number = self._place(index)
         packing = self._packing(turn, window)
         assert packing is not None, "it has this sequence"
@@ -207,7 +208,8 @@ class Stream:
         self._load()
 
     def _place(self, index: int) -> tuple[int, int, int]:
-        """Return the pass and the window that contain sequence `index`, and its index there."""
+        """Return where sequence `index` is: the epoch (from 0), the number of the window, and the
+        sequence's index in this window."""
         turn = window = before = 0
         while True:
             if window >= len(self._facts):

@@ -228,8 +228,8 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Read a store from its folder, after calling `write` if it is missing or damaged. If `whole`,
-    check every token. Raises UnsupportedError."""
+    """Read a store from its folder. If the folder is missing or damaged, call `write` to make it
+    first. If `whole`, check every token. Raises UnsupportedError if it is damaged even then."""
     if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a read-only disk
         with suppress(_Damaged):
             return _read(folder, whole)
@@ -354,7 +354,8 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Yield the digest of each block of a file. Reads it: mapped pages would stay in memory."""
+    """Yield the digest of each block of a file."""
+    # The file is read, not mapped: mapped pages would stay in memory.
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):
             yield _digest(np.frombuffer(block, np.uint8), 0)
@@ -592,7 +593,8 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
 
 
 def _read_text(document: Document, form: Form) -> Written | LongText | None:
-    """Return the document of a plain text file, which any form but that of pairs can read."""
+    """Return the document of a plain text file; None if it is blank. Raises UnsupportedError if
+    `form` reads pairs of answers."""
     if isinstance(form, PreferenceForm):
         raise UnsupportedError(
             f"data.path: {document.place} is plain text, without two answers to compare; give a "

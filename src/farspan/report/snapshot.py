@@ -48,7 +48,7 @@ Frames = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """A range of memory in use from one moment of a step to another."""
+    """A range of memory in use from one moment (`_StepMoments`) of a step to another."""
 
     size: int  # bytes
     born: int  # moments; alive in [born, dies)
@@ -72,8 +72,9 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Return a snapshot of the planned step, for the rank with the fullest device; and a note for
-    the user, which says how many instructions a moment merges, or is empty."""
+    """Return a snapshot of the planned step, for the rank with the fullest device; and a note
+    for the user: empty, or saying that each point in time of the snapshot stands for several
+    instructions."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -109,8 +110,8 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
 
 @dataclass(slots=True)
 class _StepMoments:
-    """Moments of a snapshot, each of one or more instructions. Their numbers are even; a cell's
-    temporary memory is freed at the odd number after its moment."""
+    """Moments of a snapshot: its points in time, each of one or more instructions. Their numbers are
+    even; a cell's temporary memory is freed at the odd number after the cell's moment."""
 
     program: Program
     places: list[int] = field(default_factory=list)  # instruction to the number of its moment
@@ -127,7 +128,8 @@ class _StepMoments:
         self.count = -(-done // self.each)
 
     def of(self, index: int) -> int:
-        """Return the moment of an instruction, by the instruction's index."""
+        """Return the number of the moment to which instruction `index` belongs; NEVER for an index
+        after the program's end."""
         return self.places[index] if index < len(self.places) else NEVER
 
     def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
@@ -144,7 +146,8 @@ class _StepMoments:
             yield self.places[group[0][0]], group
 
     def times(self, plan: Plan) -> list[int]:
-        """Return the planned times of moments by number, in microseconds from the step's start."""
+        """Return when each moment begins in the plan, in microseconds from the step's start; the
+        list's index is the moment's number."""
         first: dict[int, float] = {}
         for span in program_spans(plan, self.program):
             first[span.index] = min(span.start, first.get(span.index, span.start))
@@ -197,7 +200,8 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """Yield the blocks that end in moment `number`, and add new blocks to `standing`."""
+        """Yield the blocks that end in moment `number`. `standing` has the blocks in use by key: the
+        ended ones are removed, and new ones added."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -288,8 +292,9 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights. Of cells'
-    memory `_CellMemory` has `walked` bytes; only the rest, extra memory of kernels, is here."""
+    """Yield the blocks outside the arena that last the whole step, such as weights. `walked` is the
+    most bytes of cells at once in `_CellMemory`, which yields their blocks; what the plan counts
+    for cells beyond it is extra memory of kernels, and one block here."""
     sizes = {
         name: count
         for name, count in parts.items()
@@ -367,7 +372,7 @@ def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[di
 
 
 def _segment(device: int, address: int, size: int, blocks: Iterable[MemoryBlock]) -> dict[str, Any]:
-    """Return a segment of the snapshot, with the blocks that are left after the last moment."""
+    """Return a segment of the snapshot; its blocks are those that are never freed."""
     pieces, at = list[dict[str, Any]](), address
     for block in sorted((b for b in blocks if b.dies == NEVER), key=lambda b: b.address):
         if block.address > at:
