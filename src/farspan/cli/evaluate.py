@@ -146,7 +146,6 @@ class TextEvaluation:
         return sum(read.tokens * read.loss for read in self.documents) / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return the evaluation as plain values for JSON."""
         needles = [{**asdict(needle), "found": needle.found} for needle in self.needles]
         return {
             **{name: getattr(self, name) for name in ("model", "dtype", "context", "cut")},
@@ -242,8 +241,8 @@ class Subject:
         return model.eval()
 
     def step(self, device: torch.device, name: str | None, context: int) -> Step:
-        """Return a `farspan.Step` that runs the model with strategy `name`; without a name, with the
-        run's schedule or, outside a run, with strategy `grouped`."""
+        """Return a `farspan.Step` of the model with strategy `name`; without a name, with the run's
+        schedule or, if there is no run, with strategy `grouped`."""
         model = self.model(device)
         if name == AUTO:
             return Step(model, AUTO)
@@ -413,8 +412,7 @@ def _needles(
 
 
 def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token id of `choices` as the last token of `ids`, given
-    the tokens before it."""
+    """Return the log-probabilities of token ids in place of the last of `ids`, given the rest."""
     inputs = torch.from_numpy(ids.astype(np.int64)).to(step.stages.device)[None]
     labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
     labels[0, -1] = torch.tensor(choices, device=inputs.device)
@@ -459,7 +457,6 @@ def show_evaluation(result: TextEvaluation) -> None:
 
 
 def show_needles(needles: Iterable[Needle]) -> None:
-    """Print the results of needle-in-a-haystack tests."""
     known = tuple(needles)
     title = f"hidden sentences: {sum(n.found for n in known)} of {len(known)} found"
     table = lines_table(title, "depth", "tokens back", "answer", "log-prob", "best wrong", "")

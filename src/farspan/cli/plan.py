@@ -70,8 +70,7 @@ from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """Plans for the longest context of each strategy. A strategy that fits at no context has no
-    plan."""
+    """Plans for the longest context of each strategy; none for a strategy that never fits."""
 
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
@@ -489,8 +488,7 @@ def _answer_for_model(options: dict[str, Any], max_step: float | None) -> PlanAn
 def longest_of(
     question: Question, strategies: Sequence[str] | None, plans: dict[str, Plan], max_step: float
 ) -> Longest:
-    """Return the plans for the longest contexts; if `plans` is empty, since no context fits, the
-    result has the plan for the shortest context instead."""
+    """Return the plans for the longest contexts; if no context fits, that for the shortest."""
     shortest = None
     if not plans:
         run = replace(question.run, tokens=LEAST)

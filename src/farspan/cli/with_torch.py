@@ -139,7 +139,6 @@ def push_and_tell(folder: Path, hub: HubConfig) -> None:
 
 
 def result_json(result: TrainingResult) -> dict[str, Any]:
-    """Return the result of a training as values for JSON."""
     heldout, comparison = result.heldout_loss, result.comparison
     return {
         **({"attention": "sparse"} if result.sparse else {}),
@@ -166,10 +165,10 @@ def model_for(
     zero: bool = False,
     run: RunConfig | None = None,
 ) -> PreTrainedModel:
-    """Return the model to verify, in evaluation mode, so that dropout cannot change gradients. For a
-    folder of adapters it is the base model with new adapters. Adapter matrices are random unless
-    `zero`, because zeros make half of the gradients zero. If `run` resizes the embeddings for added
-    tokens, so does this."""
+    """Return the model to verify, in evaluation mode, where dropout does nothing. For a folder of
+    adapters it is the base model with new adapters. Adapter matrices are random unless `zero`,
+    because zeros make half of the gradients zero. If `run` resizes the embeddings for added
+    tokens, they are resized."""
     source, _ = with_base(source)
     dtype = product_dtype(source, dtype)
     model = load_model(
@@ -224,7 +223,6 @@ def verify_and_tell(
 
 
 def show_outcome(outcome: Verification) -> None:
-    """Print the result of a verification."""
     table = Table("parameter", "relative error", "limit", title=FURTHEST)
     for entry in outcome.worst:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")

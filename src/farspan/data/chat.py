@@ -419,8 +419,7 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the messages with a placeholder as this turn's content; if `alone`, without the
-        messages after this turn."""
+        """Return the messages with a placeholder as this turn's content; if `alone`, up to it."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]

@@ -85,8 +85,7 @@ _PACKED = "2"  # rises whenever the same documents give other sequences
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """A source's documents to train on, those to evaluate on if it has some, and the reader of its
-    records."""
+    """A source's documents to train on, the reader of its records, and held-out documents."""
 
     config: DataConfig  # with the recognised format
     form: Form
@@ -643,7 +642,7 @@ def _refuse_cut(
 
 def _check_disjoint(parts: list[Part]) -> None:
     """Raise UnsupportedError if the last source trains on the same documents as another source, or
-    if documents of one are held out and trained on."""
+    if documents that a source holds out are trained on."""
     last = parts[-1]
     for part in parts:
         trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]

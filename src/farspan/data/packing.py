@@ -86,12 +86,11 @@ class Packing:
         return self._layout.sequences
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return the sequences with these indices, `[len(indices), context]`."""
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int, shorten: bool = True) -> PackedBatch:
-        """Return sequence `index` of the first epoch, `[1, context]`, with padding in place of tokens
-        of the next epoch.
+        """Return sequence `index` of the first epoch, `[1, context]`. Padding takes the place of
+        tokens of the next epoch.
 
         All sequences have one length, so one program and one set of kernel plans serve them. With
         `shorten`, an only sequence ends with its documents.
@@ -195,7 +194,6 @@ class Mixture:
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return the sequences with these indices, `[len(indices), context]`."""
         places = [self._place(index) for index in indices]
         batches = [(p, self._packings[p].batch([number])) for p, number in places]
         return stack([self._numbered(p, batch) for p, batch in batches])
@@ -205,7 +203,7 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return packing number `packing`'s batch with new numbers of pairs, unique in the mixture."""
+        """Return a batch of packing `packing` whose pairs have numbers unique in the mixture."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)

@@ -225,8 +225,8 @@ class DataFiles:
             raise UnsupportedError(f"{first}{more}") from first
 
     def _rows(self, file: int = -1, line: int = 0) -> Iterator[Document | UnsupportedError]:
-        """Yield the documents after line `line` of file number `file`; for a document that cannot be
-        read, the UnsupportedError."""
+        """Yield the documents after line `line` of file number `file`; for an unreadable document,
+        the UnsupportedError."""
         sizes = [_stamp(path)[1] for path in self.files]
         self.reading.total, self.reading.before = sum(sizes), sum(sizes[: max(0, file)])
         for index, path in enumerate(self.files):
@@ -498,8 +498,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound on the number of values in a JSON text: its `"`, commas and brackets
-    outside strings."""
+    """Return an upper bound on the number of values in a JSON text, from `,`, `[` and `{`."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):

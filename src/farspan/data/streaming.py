@@ -188,8 +188,7 @@ class Stream:
         return stack([self.once(index) for index in indices])
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index`, `[1, context]`; the last of a window ends with padding, rather than
-        with tokens from the window's beginning."""
+        """Return sequence `index`, `[1, context]`; the last one of a window ends with padding."""
         turn, window, number = self._place(index)
         packing = self._packing(turn, window)
         assert packing is not None, "it has this sequence"
@@ -208,8 +207,7 @@ class Stream:
         self._load()
 
     def _place(self, index: int) -> tuple[int, int, int]:
-        """Return where sequence `index` is: the epoch (from 0), the number of the window, and the
-        sequence's index in this window."""
+        """Return the epoch and the window with sequence `index`, and its index in this window."""
         turn = window = before = 0
         while True:
             if window >= len(self._facts):
@@ -342,5 +340,5 @@ def _read_facts(folder: Path) -> list[WindowFacts]:
 
 
 def _seal(facts: object) -> str:
-    """Return a digest of windows' facts: damaged counts would make a run train other sequences."""
+    """Return a digest of windows' facts, by which damage to the file is found."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

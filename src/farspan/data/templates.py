@@ -240,7 +240,7 @@ def _holds_text(part: Any) -> bool:
 
 
 def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """Return messages with the arguments of each tool call replaced by `change` of them."""
+    """Return messages with the arguments of each tool call replaced by `change(arguments)`."""
 
     def of(call: Any) -> Any:
         if isinstance(call, Mapping) and "function" in call:
@@ -302,7 +302,7 @@ class Templates:
         kwargs: Mapping[str, Any],
         opened: bool = False,
     ) -> str:
-        """Render a conversation with a record's variables; if `opened`, up to the next answer."""
+        """Render a conversation with a record's variables; if `opened`, begin the next answer."""
         template, write = self.choose(tools), cast(Any, self.inner.apply_chat_template)
         with _settled(template, self.day):
             text: str = write(
@@ -318,8 +318,8 @@ class Templates:
     def write_marked(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Render a conversation. Return the text, and the spans of characters that the template marks
-        as the model's."""
+        """Render a conversation. Return the text, and the spans of characters that the template
+        marks as the model's."""
         # Spans, not transformers' token masks: these lose turns that begin or end with white space
         # if the tokenizer leaves white space out of its offsets.
         template, write = self.choose(tools), cast(Any, chat_template_utils.render_jinja_template)

@@ -132,7 +132,6 @@ class TokenStore:
         return int(max(firsts.max(), seconds.max()))
 
     def trained_tokens(self) -> int:
-        """Return the number of trained tokens."""
         return len(self.tokens) if self.trained is None else int(self.trained.sum())
 
     def place_of(self, token: int) -> str:

@@ -71,9 +71,8 @@ Cells = Forward | Backward | Head
 
 @dataclass(frozen=True, slots=True)
 class StepFrames:
-    """Division of a step's instructions into frames, the pictures of an animation on the page. The
-    page draws the state after frame i, which ends before instruction `ends[i]`, and labels it
-    with instruction `shown[i]`."""
+    """Division of a step into frames, the pictures of the page's animation. Frame i ends before
+    instruction `ends[i]`, and has instruction `shown[i]` as its label."""
 
     ends: tuple[int, ...]
     shown: tuple[int, ...]
@@ -85,9 +84,8 @@ class StepFrames:
 
 
 def frames_of(program: Program, most: int, layers: set[int], chunks: set[int]) -> StepFrames:
-    """Return a division of a program into at most `most` frames with equally many cells. A frame's
-    label is its last cell that the page shows (of `layers` and `chunks`), or if it has none, its
-    last cell."""
+    """Divide a program into at most `most` frames with equally many cells. A frame's label is its
+    last cell that the page shows (one of `layers` and `chunks`), or else its last cell."""
     instructions = program.instructions
     cells = [index for index, i in enumerate(instructions) if isinstance(i, Cells)]
     count = min(most, len(cells))
@@ -421,9 +419,9 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the data of the page's grid of cells (`farspan.walk`): the operation of each frame,
-    and for each cell and each group's input a flat list [frame, state, frame, state, ...], in
-    which a state begins in the frame before it."""
+    """Return the data of the page's grid of cells (`farspan.walk`): the operation of each frame;
+    for each cell and group's input a list [frame, state, ...] of the frames that change its state,
+    each with the new state."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]

@@ -73,8 +73,7 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
     """Return a snapshot of the planned step, for the rank with the fullest device; and a note
-    for the user: empty, or saying that each point in time of the snapshot stands for several
-    instructions."""
+    for the user if each point in time of the snapshot stands for several instructions, else ""."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -110,7 +109,7 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
 
 @dataclass(slots=True)
 class _StepMoments:
-    """Moments of a snapshot: its points in time, each of one or more instructions. Their numbers are
+    """Moments of a snapshot: points in time, each of one or more instructions. Their numbers are
     even; a cell's temporary memory is freed at the odd number after the cell's moment."""
 
     program: Program
@@ -127,9 +126,8 @@ class _StepMoments:
             done += works
         self.count = -(-done // self.each)
 
-    def of(self, index: int) -> int:
-        """Return the number of the moment to which instruction `index` belongs; NEVER for an index
-        after the program's end."""
+    def number_of(self, index: int) -> int:
+        """Return the number of instruction `index`'s moment; NEVER after the program's end."""
         return self.places[index] if index < len(self.places) else NEVER
 
     def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
@@ -200,8 +198,8 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """Yield the blocks that end in moment `number`. `standing` has the blocks in use by key: the
-        ended ones are removed, and new ones added."""
+        """Yield the blocks that end in moment `number`. Remove them from `standing`, the blocks in
+        use by key, and add the new ones."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -256,7 +254,7 @@ def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBl
     """Return the buffers of one memory at their addresses, and the unused ranges between."""
     blocks = []
     for buffer in program.buffers.values():
-        born, dies = moments.of(buffer.born), moments.of(buffer.dies)
+        born, dies = moments.number_of(buffer.born), moments.number_of(buffer.dies)
         if buffer.tier is not tier or not buffer.bytes or born >= dies:
             continue
         cause = part_words(str(buffer.kind))
@@ -292,9 +290,8 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights. `walked` is the
-    most bytes of cells at once in `_CellMemory`, which yields their blocks; what the plan counts
-    for cells beyond it is extra memory of kernels, and one block here."""
+    """Yield the blocks outside the arena that last the whole step, such as weights; and one for the
+    bytes that the plan counts for cells beyond `walked`, the most in `_CellMemory`."""
     sizes = {
         name: count
         for name, count in parts.items()
