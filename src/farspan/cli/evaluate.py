@@ -412,7 +412,7 @@ def _needles(
 
 
 def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
-    """Return the log-probabilities of token ids in place of the last of `ids`, given the rest."""
+    """Return the log-probability of each token id in `choices` as the last token of `ids`."""
     inputs = torch.from_numpy(ids.astype(np.int64)).to(step.stages.device)[None]
     labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
     labels[0, -1] = torch.tensor(choices, device=inputs.device)

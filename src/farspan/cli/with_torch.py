@@ -244,8 +244,7 @@ def show_outcome(outcome: Verification) -> None:
 
 
 def show_approximation(result: Approximation) -> None:
-    """Print how far sparse gradients are from dense ones, by layer, as the paper OOMB does
-    in its figure 7."""
+    """Print how far sparse gradients are from dense ones, by layer, as in OOMB's figure 7."""
     modules = list(dict.fromkeys(name for errors in result.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
     title = f"APPROXIMATE: {title}" if result.hides else f"nothing is hidden: {title}"

@@ -92,7 +92,7 @@ def named_in(template: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ChatForm(Form):
-    """Reader of chats: records of messages with roles and contents, and of the tools to call.
+    """Reader of chats: records of messages with roles and contents, and of tools to offer.
     ShareGPT records call these `from` and `value`, and may hold the first message in `system`."""
 
     field: str
@@ -376,8 +376,8 @@ class ChatForm(Form):
         return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
 
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
-        """Return the token that ends the last turn of the model if the template writes it only with
-        the next turn: the model must learn to write it."""
+        """Return the token that ends the last turn of the model if the template writes it only
+        before a next turn, else "". A caller appends it: the model must learn to write it."""
         try:
             more = self._text(document, [*messages, _next(messages)])
         except UnsupportedError:  # the template may expect other roles
@@ -614,7 +614,8 @@ class PreferenceForm(Form):
         ]
 
     def _prompt(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """Return a text prompt as the user's message, unless both answers begin with the prompt."""
+        """Return the record's text prompt as a list of one user message; an empty list if there is
+        none, or if both answers already begin with it. Raises UnsupportedError if they differ."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []

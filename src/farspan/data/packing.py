@@ -269,7 +269,7 @@ class PieceArrays:
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """Shuffle of one epoch: which piece lies in each place, and the order of the sequences."""
+    """Shuffle of one epoch: the piece in each place of the layout, and the order of sequences."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64
@@ -312,7 +312,6 @@ class BestFitLayout:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in an epoch."""
         return len(self._bounds) - 1
 
     def pieces(self, index: int) -> list[DocumentPiece]:

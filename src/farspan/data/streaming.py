@@ -340,5 +340,5 @@ def _read_facts(folder: Path) -> list[WindowFacts]:
 
 
 def _seal(facts: object) -> str:
-    """Return a digest of windows' facts, by which damage to the file is found."""
+    """Return a digest of windows' facts, to find damage: it would change a run's sequences."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

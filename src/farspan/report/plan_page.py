@@ -328,8 +328,8 @@ def _budget_part(buffer: Buffer) -> str:
 
 
 class _Tensor(NamedTuple):
-    """Key of a tensor in `_Grid`: one that cell (layer, chunk) leaves in memory, or the hidden
-    states of the chunk that enter the group whose first layer is `layer`."""
+    """Key of a tensor in `_Grid`: one that cell (layer, chunk) leaves in memory or, of kind X, the
+    hidden states of the chunk that enter group number `layer`."""
 
     kind: Kind
     layer: int
@@ -420,8 +420,8 @@ def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
     """Return the data of the page's grid of cells (`farspan.walk`): the operation of each frame;
-    for each cell and group's input a list [frame, state, ...] of the frames that change its state,
-    each with the new state."""
+    for each cell and each group's input a list [frame, state, frame, state, ...] of the frames in
+    which its state changes, each with the new state."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]
