@@ -208,7 +208,7 @@ def has_chunk(run: RunConfig | None) -> bool:
 
 def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
     """Return the run of the run file `model`, changed by the `--set` options `settings`; None if
-    `model` is not a run file. Raises UnsupportedError for settings without a run file."""
+    `model` is no run file. Raises UnsupportedError for a wrong file, or settings without a file."""
     if model is not None and model.endswith(RUN_FILES):
         return load_run(Path(model), settings)
     if settings:

@@ -227,8 +227,8 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Read a store from its folder. If the folder is missing or damaged, call `write` to make it
-    first. If `whole`, check every token. Raises UnsupportedError if it is damaged even then."""
+    """Read a store from its folder, which `write` makes first if it is missing or damaged. If
+    `whole`, check every token. Raises UnsupportedError if that fails, or damage remains."""
     if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a read-only disk
         with suppress(_Damaged):
             return _read(folder, whole)

@@ -124,7 +124,7 @@ def _config(path: Path) -> Values:
 
 def read_about(folder: Path) -> Values:
     """Return the content of about.json; {} if there is no file. Raises UnsupportedError, naming the
-    field, for a value of another type."""
+    field, for a value of another type, and for a damaged file."""
     kinds = {"device": str, "strategy": str, "parameters": int, "trainable": int}
     return given_json(folder / ABOUT, **kinds, layout=dict, machine=dict, schedule=dict)
 

@@ -291,7 +291,7 @@ def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
     """Yield the blocks outside the arena that last the whole step, such as weights; and one for the
-    bytes that the plan counts for cells beyond `walked`, the most in `_CellMemory`."""
+    extra memory of kernels: what the plan counts for cells beyond the `walked` bytes."""
     sizes = {
         name: count
         for name, count in parts.items()
