@@ -146,7 +146,6 @@ class TextEvaluation:
         return sum(read.tokens * read.loss for read in self.documents) / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return the evaluation as plain values for JSON."""
         needles = [{**asdict(needle), "found": needle.found} for needle in self.needles]
         return {
             **{name: getattr(self, name) for name in ("model", "dtype", "context", "cut")},
@@ -242,7 +241,8 @@ class Subject:
         return model.eval()
 
     def step(self, device: torch.device, name: str | None, context: int) -> Step:
-        """Return an engine (`farspan.Step`) with strategy `name`; None: the run's schedule."""
+        """Return a `farspan.Step` of the model with strategy `name`; without a name, with the run's
+        schedule or, if there is no run, with strategy `grouped`."""
         model = self.model(device)
         if name == AUTO:
             return Step(model, AUTO)
@@ -296,8 +296,8 @@ def subject_of(
 
 
 def product_dtype(source: ModelConfig, dtype: str) -> str:
-    """Return the dtype in which a model computes if `dtype` is requested: float32 instead of
-    float64 for 4-bit weights, which do not support that."""
+    """Return the dtype in which a model computes if `dtype` is requested: the same, but float32
+    instead of float64 for a model with 4-bit weights, which cannot compute in float64."""
     packed = source.quantize is not None or is_quantized_folder(source.path)
     return "float32" if packed and dtype == "float64" else dtype
 
@@ -310,9 +310,9 @@ def evaluate_text(
     needles: int,
     tell: Tell = lambda *_: None,
 ) -> TextEvaluation:
-    """Evaluate named documents, each up to `context` tokens. `tell` is called after each cell with
-    a label, the index (from 0) and the number of sequences or needles, and the progress. Raises
-    UnsupportedError if there is no token to predict."""
+    """Evaluate documents, given as (name, text), each up to `context` tokens. After each cell
+    `tell` is called with a label, the index of the current sequence or needle (from 0), how many
+    there are, and the model's progress. Raises UnsupportedError if there is no token to predict."""
     rows = tokenizer.encode([text for _, text in texts])
     cut = sum(len(row) > context for row in rows)
     rows = [row[:context] for row in rows]
@@ -412,7 +412,7 @@ def _needles(
 
 
 def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
-    """Return the log-probabilities of the token ids `choices` as the token after the last one."""
+    """Return the log-probability of each token id in `choices` as the last token of `ids`."""
     inputs = torch.from_numpy(ids.astype(np.int64)).to(step.stages.device)[None]
     labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
     labels[0, -1] = torch.tensor(choices, device=inputs.device)
@@ -457,7 +457,6 @@ def show_evaluation(result: TextEvaluation) -> None:
 
 
 def show_needles(needles: Iterable[Needle]) -> None:
-    """Print the results of needle-in-a-haystack tests."""
     known = tuple(needles)
     title = f"hidden sentences: {sum(n.found for n in known)} of {len(known)} found"
     table = lines_table(title, "depth", "tokens back", "answer", "log-prob", "best wrong", "")

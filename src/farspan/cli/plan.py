@@ -70,7 +70,7 @@ from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The longest context of each strategy, with the plan for it; a strategy may fit at none."""
+    """Plans for the longest context of each strategy; none for a strategy that never fits."""
 
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
@@ -98,7 +98,7 @@ class Longest:
         return {"max_context": tokens, "max_context_by_strategy": each, **more}
 
     def words(self) -> list[str]:
-        """Return a line saying that no context fits, in a list; an empty list if one fits."""
+        """Return a list of one line that says that no context fits; empty if some context fits."""
         if (plan := self.shortest) is None:
             return []
         in_time = f"has a step of at most {write_seconds(self.max_step)}"
@@ -164,7 +164,8 @@ def _drawn(answer: PlanAnswer, name: str) -> Plan:
 
 
 def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
-    """Write an HTML page about all considered plans. Raises UnsupportedError without its folder."""
+    """Write an HTML page about all considered plans. Raises UnsupportedError if the folder of
+    `path` does not exist."""
     longest, first = answer.longest, answer.plan
     found = PageOf((), words=answer.words, command=command)
     if longest is not None:
@@ -358,7 +359,8 @@ NEAR = 0.75  # similarity of a mistyped option, above that of merely similar wor
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """Return the command meant by words without options, each with the option that suits it."""
+    """Return a command line that gives each of the words `others`, which the user typed without an
+    option, after an option that suits it: `farspan plan qwen3 1M` lacks --model and --context."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]
@@ -459,7 +461,8 @@ def _longest_step(max_step: str | None, max_context: bool) -> float | None:
 
 
 def _answer_for_model(options: dict[str, Any], max_step: float | None) -> PlanAnswer:
-    """Return the answer for a model's options; with `max_step`, also its longest contexts."""
+    """Plan the model that the command's options name; with `max_step` (seconds), also find the
+    longest contexts."""
     if "model" not in options:
         raise UnsupportedError("model: give --model NAME, or the run file of farspan train")
     if "context" not in options and max_step is None:
@@ -485,7 +488,7 @@ def _answer_for_model(options: dict[str, Any], max_step: float | None) -> PlanAn
 def longest_of(
     question: Question, strategies: Sequence[str] | None, plans: dict[str, Plan], max_step: float
 ) -> Longest:
-    """Return the longest contexts, each with its plan; without any, the plan for the shortest."""
+    """Return the plans for the longest contexts; if no context fits, that for the shortest."""
     shortest = None
     if not plans:
         run = replace(question.run, tokens=LEAST)
@@ -496,7 +499,8 @@ def longest_of(
 def _answer_for_run(
     path: Path, settings: Sequence[str], options: dict[str, Any], max_step: float | None
 ) -> PlanAnswer:
-    """Return the answer for a run file, some of whose values options replace."""
+    """Plan the run of a run file, with the values of the command's options in place of the file's;
+    with `max_step` (seconds), also find the longest contexts."""
     if "model" in options:
         raise UnsupportedError(f"model: {path} has one; leave out --model, or this run file")
     if path.suffix not in RUN_FILES and not path.is_file():
@@ -536,7 +540,8 @@ def missing_data(run: RunConfig) -> list[str]:
 
 
 def with_overrides(run: RunConfig, options: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return the run with values that options replace, and notes about values that are dropped."""
+    """Return the run with the values of the command's options in place of its own, and notes about
+    values of the run file that therefore no longer apply."""
     notes: list[str | None] = []
     model = run.model
     if "dtype" in options:

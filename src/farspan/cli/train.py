@@ -268,8 +268,8 @@ def report_command(
 
 
 def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
-    """Return the run with another strategy, without the old one's schedule fields except the tier
-    of weights; and a note about dropped fields, or None."""
+    """Return the run with strategy `name`, and a note about dropped fields, or None. Of the fields
+    of the old schedule, only the tier of weights stays."""
     weights = run.schedule.weights
     dropped = replace(run.schedule, weights=None).given()
     note = None
@@ -283,8 +283,8 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
 
 
 def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:
-    """Return the run with other sparse attention (None: dense), with the same warning threshold;
-    and a note about dropped values, or None."""
+    """Return the run with this sparse attention (None: dense) and its old `warn_below`, the share
+    of attention below which it warns; and a note about dropped values, or None."""
     before, note = run.sparse, None
     if sparse is None:
         if before is not None:

@@ -122,8 +122,8 @@ def verify_command(
 
 
 def model_notes(model: Any, run: RunConfig | None) -> list[str]:
-    """Return lines about the model's positions and, for a run file, about its training data as in
-    `farspan data`."""
+    """Return lines about the model's RoPE and longest document and, with a run, the lines that
+    `farspan data` prints about its data."""
     positions: list[str] = load("farspan.hf.unsupported", "describe_positions")(model)
     data = [] if run is None else load("farspan.train.setup", "glance_at_data")(run)
     return [*positions, *(line for line in data if line not in positions)]
@@ -185,8 +185,9 @@ def index_command(
 def compared(
     attention: SparseConfig | None, text: str | None, context: int, documents: int
 ) -> SparseConfig:
-    """Return the sparse attention for a comparison of selectors and budgets. By default an eighth
-    of the context counts as recent, as in a run at 32K. Raises UnsupportedError."""
+    """Return the sparse attention for a comparison of selectors and budgets: the given one, or one
+    in which the last eighth of the context is always visible (the default, 4,096 tokens, is that
+    of 32K). Raises UnsupportedError for `documents` above 1, or a text but dense attention."""
     if documents > 1:
         raise UnsupportedError("documents: --text is read as one document; leave out --documents")
     if attention is None and text is not None:
@@ -206,8 +207,8 @@ def has_chunk(run: RunConfig | None) -> bool:
 
 
 def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
-    """Return the run of a run file, changed by these settings; None if a model is verified without
-    a run file. Raises UnsupportedError."""
+    """Return the run of the run file `model`, changed by the `--set` options `settings`; None if
+    `model` is no run file. Raises UnsupportedError for a wrong file, or settings without a file."""
     if model is not None and model.endswith(RUN_FILES):
         return load_run(Path(model), settings)
     if settings:
@@ -259,7 +260,7 @@ def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | Non
 
 
 def ranks_note(run: RunConfig | None) -> str | None:
-    """Return a note that one process is verified, not the ranks among which a run is shared."""
+    """Return a note, for a run on several ranks, that here one process runs the whole step."""
     if run is None or run.parallel is None:
         return None
     return "parallel: ignored: one process runs the whole step here, not the ranks of the run"

@@ -139,7 +139,6 @@ def push_and_tell(folder: Path, hub: HubConfig) -> None:
 
 
 def result_json(result: TrainingResult) -> dict[str, Any]:
-    """Return the result of a training as values for JSON."""
     heldout, comparison = result.heldout_loss, result.comparison
     return {
         **({"attention": "sparse"} if result.sparse else {}),
@@ -166,10 +165,10 @@ def model_for(
     zero: bool = False,
     run: RunConfig | None = None,
 ) -> PreTrainedModel:
-    """Return the model to verify, in evaluation mode: dropout plays no part in exactness. A folder
-    of adapters gives its base model with new adapters. Adapter matrices are random unless `zero`,
-    because zeros make half of the gradients zero. With `run`, the model has embedding rows for
-    added tokens."""
+    """Return the model to verify, in evaluation mode, where dropout does nothing. For a folder of
+    adapters it is the base model with new adapters. Adapter matrices are random unless `zero`,
+    because zeros make half of the gradients zero. If `run` resizes the embeddings for added
+    tokens, they are resized."""
     source, _ = with_base(source)
     dtype = product_dtype(source, dtype)
     model = load_model(
@@ -224,7 +223,6 @@ def verify_and_tell(
 
 
 def show_outcome(outcome: Verification) -> None:
-    """Print the result of a verification."""
     table = Table("parameter", "relative error", "limit", title=FURTHEST)
     for entry in outcome.worst:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
@@ -246,7 +244,7 @@ def show_outcome(outcome: Verification) -> None:
 
 
 def show_approximation(result: Approximation) -> None:
-    """Print how far sparse gradients are from dense ones, by layer (OOMB's figure 7)."""
+    """Print how far sparse gradients are from dense ones, by layer, as in OOMB's figure 7."""
     modules = list(dict.fromkeys(name for errors in result.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
     title = f"APPROXIMATE: {title}" if result.hides else f"nothing is hidden: {title}"
@@ -303,8 +301,9 @@ def compare_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Compare selectors and budgets of sparse attention on texts. Print the notes, the share of
-    dense attention that each keeps, and advice. Raises UnsupportedError."""
+    """Compare selectors and budgets of sparse attention on texts. Print the notes, the attention
+    mass of each (the sum of dense attention's softmax weights over the tokens that it leaves
+    visible), and advice. Raises UnsupportedError, as for too short texts."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
     index = index_of(attention)
@@ -374,7 +373,8 @@ def tokens_of(
 
 
 def show_masses(masses: KeptMass) -> None:
-    """Print a table of the share of dense attention that each selector and budget keeps."""
+    """Print a table of the attention mass (the sum of dense attention's softmax weights over the
+    visible tokens) of each selector and budget."""
     columns = [name for chooser in masses.names for name in (chooser, "worst (layer)")]
     title = (
         f"attention mass seen by {masses.queries:,} queries of the last chunk, "
@@ -391,8 +391,8 @@ def show_masses(masses: KeptMass) -> None:
 
 
 def kept_words(masses: KeptMass, budget: int, losses: dict[str, float]) -> list[str]:
-    """Return what follows from the table of `show_masses`, a sentence per line, and options to
-    type. `losses` are the losses with this budget, by selector."""
+    """Return conclusions from the table of `show_masses`, a sentence per line, and the options that
+    they recommend. `losses` has the model's loss at `budget` for each selector."""
     lines = [_in_the_whole_model(masses), _in_every_layer(masses)]
     if masses.others:
         lines.append(

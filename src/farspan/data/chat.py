@@ -92,7 +92,7 @@ def named_in(template: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ChatForm(Form):
-    """Reader of chats: records of messages with roles and contents, and of the tools to call.
+    """Reader of chats: records of messages with roles and contents, and of tools to offer.
     ShareGPT records call these `from` and `value`, and may hold the first message in `system`."""
 
     field: str
@@ -168,7 +168,8 @@ class ChatForm(Form):
         return self._noted(written, bare)
 
     def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
-        """Return `written`, noting whether a message's content has a token that ends turns."""
+        """Return a copy of `written` in which `holds_sign` says whether a message's content has a
+        token that ends turns."""
         contents = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
         contains = any(sign in contents for sign in (*self.stops, *self.marks))
         return replace(written, holds_sign=contains)
@@ -179,8 +180,8 @@ class ChatForm(Form):
 
     def answer(self, document: Document, messages: Sequence[Message], prompt: int) -> Written:
         """Render a conversation of which the first `prompt` messages are the prompt, and train the
-        model's turns after them. Raises UnsupportedError without such turns, or if a mark asks to
-        train the prompt."""
+        model's turns after them. Raises UnsupportedError if there is none, or if a message of
+        the prompt has a key, such as `weight`, that asks to train it."""
         if any(message.get(mark) for message in messages[:prompt] for mark in TURN_MARKS):
             raise UnsupportedError(
                 f"{document.place}: a mark asks to train a turn of the prompt, but only field "
@@ -256,8 +257,9 @@ class ChatForm(Form):
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """Return the template's variables that a record sets. The template must use each one,
-        unless it is empty: a row of a table has all columns."""
+        """Return the values that a record gives to variables of the template. Raises
+        UnsupportedError for a variable that the template does not use. An empty one is dropped,
+        because every row of a table has all columns."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
         place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
         kwargs = read_object(given, place)
@@ -335,8 +337,8 @@ class ChatForm(Form):
 
     def _end(self, turn: "_Turn", probe: str, begin: int) -> int | None:
         """Return where the model's turn that begins at `begin` ends; None if unknown. It ends after
-        the stop token or the template's sign for the end or the next turn; without one, after all
-        that the template writes for the turn. Signs within the content do not count."""
+        a token that stops generation or that the template writes between turns; without one, after
+        all that the template writes for the turn. Tokens within the content do not count."""
         document, messages, text = turn.document, turn.messages, turn.text
         _, marker, behind = probe.rpartition(_NOWHERE)
         known = bool(marker) and text.endswith(behind)
@@ -374,8 +376,8 @@ class ChatForm(Form):
         return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
 
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
-        """Return the token that ends the last turn of the model if the template writes it only with
-        the next turn: the model must learn to write it."""
+        """Return the token that ends the last turn of the model if the template writes it only
+        before a next turn, else "". A caller appends it: the model must learn to write it."""
         try:
             more = self._text(document, [*messages, _next(messages)])
         except UnsupportedError:  # the template may expect other roles
@@ -417,20 +419,22 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the messages with a placeholder as this turn's content; `alone`: no later ones."""
+        """Return the messages with a placeholder as this turn's content; if `alone`, up to it."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
 def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """Return placeholder content that no record contains: parts if any content is, else a text."""
+    """Return placeholder content that no record contains: a list of parts if the content of any
+    message is such a list, else a text."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 
 
 def _next(messages: Sequence[Message]) -> Message:
-    """Return a message that may follow the last: the result of its tool call, or a user's turn."""
+    """Return a placeholder message to append to `messages`: a tool's result if the last message
+    calls a tool, else a user's message."""
     content, calls = _nowhere(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
@@ -485,7 +489,8 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
 
 
 def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -> Collection[str]:
-    """Return the fields that a reader needs of a record: more of them if it has messages."""
+    """Return the fields that a reader uses of a record: `names` and, if field `names[0]` holds
+    messages rather than a text, those with tools, system message and template variables."""
     if chat is None or isinstance(document.fields.get(names[0]), str):
         return names
     return {*names, *({TOOLS, SYSTEM, TEMPLATE_KWARGS} & set(chat.reads(document)))}
@@ -609,7 +614,8 @@ class PreferenceForm(Form):
         ]
 
     def _prompt(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """Return a text prompt as the user's message, unless both answers begin with the prompt."""
+        """Return the record's text prompt as a list of one user message; an empty list if there is
+        none, or if both answers already begin with it. Raises UnsupportedError if they differ."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []

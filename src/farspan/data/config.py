@@ -230,7 +230,7 @@ class SourceConfig:
         return self.path is not None and self.source is not SourceKind.TEXT
 
     def _check_format(self) -> None:
-        """Refuse a format without records, and keys that have no effect with the format."""
+        """Refuse a format that the source cannot have, and keys without effect in the format."""
         kind = self.format
         if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
@@ -392,7 +392,7 @@ class LossConfig(LossKeys):
         return self.reference or self.kind.row.references[0]
 
     def planned(self) -> Objective:
-        """Return the loss for the planner; a teacher counts as a model that runs every step."""
+        """Return the loss for the planner. A teacher counts as a frozen model run in each step."""
         teaches = self.kind is LossKind.DISTILL
         reference = Reference.FROZEN if teaches else self.compared()
         return Objective(self.kind, reference, self.top_k if teaches else 1)

@@ -85,7 +85,7 @@ _PACKED = "2"  # rises whenever the same documents give other sequences
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """A source's documents to train on, any to evaluate on, and the reader of its records."""
+    """A source's documents to train on, the reader of its records, and held-out documents."""
 
     config: DataConfig  # with the recognised format
     form: Form
@@ -641,7 +641,8 @@ def _refuse_cut(
 
 
 def _check_disjoint(parts: list[Part]) -> None:
-    """Raise UnsupportedError if the last source shares documents with another, or held-out ones."""
+    """Raise UnsupportedError if the last source trains on the same documents as another source, or
+    if documents that a source holds out are trained on."""
     last = parts[-1]
     for part in parts:
         trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]

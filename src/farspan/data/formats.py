@@ -468,7 +468,8 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
 
 
 def _starts(document: Document, tokens: int, span: slice) -> np.ndarray:
-    """Return which tokens in the slice `span` begin a document, bool. All fields must agree."""
+    """Return which tokens in the slice `span` begin a document, bool. Positions, sequence
+    numbers and lengths of documents tell it; all those that the record has must agree."""
     count = span.stop - span.start
     by_field: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
@@ -576,7 +577,7 @@ ASSISTANT = "assistant"
 def take_marks(
     document: Document, messages: Sequence[Message], everything: bool
 ) -> tuple[list[Message], tuple[bool, ...] | None]:
-    """Separate messages from the marks in them that say whether a turn is trained.
+    """Remove the keys of messages, such as `weight`, that say whether a turn is trained.
 
     Args:
         document: the record, for the words of errors.

@@ -86,12 +86,11 @@ class Packing:
         return self._layout.sequences
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return the sequences with these indices, `[len(indices), context]`."""
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int, shorten: bool = True) -> PackedBatch:
-        """Return sequence `index` of the first epoch, `[1, context]`; tokens of the next epoch are
-        padding.
+        """Return sequence `index` of the first epoch, `[1, context]`. Padding takes the place of
+        tokens of the next epoch.
 
         All sequences have one length, so one program and one set of kernel plans serve them. With
         `shorten`, an only sequence ends with its documents.
@@ -189,13 +188,12 @@ class Mixture:
         return sum(self._due(due))
 
     def epochs(self) -> list[float]:
-        """Return how often `sequences_per_epoch` sequences read each packing."""
+        """Return, for each packing, how many of its own epochs an epoch of the mixture reads."""
         counts = [p.kept.sequences for p in self._packings]
         total = self.sequences_per_epoch()
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Return the sequences with these indices, `[len(indices), context]`."""
         places = [self._place(index) for index in indices]
         batches = [(p, self._packings[p].batch([number])) for p, number in places]
         return stack([self._numbered(p, batch) for p, batch in batches])
@@ -205,7 +203,7 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return a packing's batch whose pairs are numbered through all packings."""
+        """Return a batch of packing `packing` whose pairs have numbers unique in the mixture."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)
@@ -271,7 +269,7 @@ class PieceArrays:
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """Shuffle of one epoch: which piece lies in each place, and the order of the sequences."""
+    """Shuffle of one epoch: the piece in each place of the layout, and the order of sequences."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64
@@ -314,7 +312,6 @@ class BestFitLayout:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in an epoch."""
         return len(self._bounds) - 1
 
     def pieces(self, index: int) -> list[DocumentPiece]:

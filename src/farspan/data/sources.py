@@ -188,7 +188,7 @@ class DataFiles:
         return Counter(suffix_of(path) for path in self.files)
 
     def behind(self, place: list[Any]) -> Behind:
-        """Resume a stream after a document that was read earlier.
+        """Return the documents after one that was read earlier, to resume a stream.
 
         Args:
             place: place of the document, as JSON values, or BEGINNING.
@@ -225,7 +225,8 @@ class DataFiles:
             raise UnsupportedError(f"{first}{more}") from first
 
     def _rows(self, file: int = -1, line: int = 0) -> Iterator[Document | UnsupportedError]:
-        """Yield the documents after line `line` of file `file`; an unreadable one as its error."""
+        """Yield the documents after line `line` of file number `file`; for an unreadable document,
+        the UnsupportedError."""
         sizes = [_stamp(path)[1] for path in self.files]
         self.reading.total, self.reading.before = sum(sizes), sum(sizes[: max(0, file)])
         for index, path in enumerate(self.files):
@@ -497,7 +498,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound on the values in a JSON text: its number of marks outside strings."""
+    """Return an upper bound on the values in a JSON text: its `,`, `[` and `{` outside strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):
@@ -641,7 +642,8 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """Resume a stream as `DataFiles.behind` does; a place includes the library's own state."""
+        """Return what `DataFiles.behind` does. The place of a document is [0, its number, the state
+        of the library's dataset]."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):

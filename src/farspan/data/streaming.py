@@ -188,7 +188,7 @@ class Stream:
         return stack([self.once(index) for index in indices])
 
     def once(self, index: int) -> PackedBatch:
-        """Return sequence `index`, `[1, context]`, which does not wrap around its window's end."""
+        """Return sequence `index`, `[1, context]`; the last one of a window ends with padding."""
         turn, window, number = self._place(index)
         packing = self._packing(turn, window)
         assert packing is not None, "it has this sequence"
@@ -207,7 +207,7 @@ class Stream:
         self._load()
 
     def _place(self, index: int) -> tuple[int, int, int]:
-        """Return the pass and the window that contain sequence `index`, and its index there."""
+        """Return the epoch and the window with sequence `index`, and its index in this window."""
         turn = window = before = 0
         while True:
             if window >= len(self._facts):
@@ -340,5 +340,5 @@ def _read_facts(folder: Path) -> list[WindowFacts]:
 
 
 def _seal(facts: object) -> str:
-    """Return a digest of windows' facts: damaged counts would make a run train other sequences."""
+    """Return a digest of windows' facts, to find damage: it would change a run's sequences."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Chat templates: their choice, the day they write, and the form in which they take messages.
+"""Chat templates: which one to use, the date that it writes, and how it expects messages.
 
 JSON in texts is parsed. Parts without text and messages without content are refused.
 """
@@ -214,7 +214,8 @@ def _mark(numbers: Iterator[int]) -> str:
 
 
 def find_marks(text: str) -> set[int] | None:
-    """Return the numbers of the placeholders in a rendered text; None if one stands within code."""
+    """Return the numbers of the placeholders in a rendered text; None if the template wrote a list
+    or object that contains one as Python or JSON code."""
     numbers = {int(number) for number in _WRITTEN.findall(text.lower())}
     return None if _CODE.search(text.lower()) else numbers
 
@@ -239,7 +240,7 @@ def _holds_text(part: Any) -> bool:
 
 
 def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """Return messages with the arguments of each tool call replaced by `change` of them."""
+    """Return messages with the arguments of each tool call replaced by `change(arguments)`."""
 
     def of(call: Any) -> Any:
         if isinstance(call, Mapping) and "function" in call:
@@ -301,7 +302,7 @@ class Templates:
         kwargs: Mapping[str, Any],
         opened: bool = False,
     ) -> str:
-        """Render a conversation with a record's variables; if `opened`, up to the next answer."""
+        """Render a conversation with a record's variables; if `opened`, begin the next answer."""
         template, write = self.choose(tools), cast(Any, self.inner.apply_chat_template)
         with _settled(template, self.day):
             text: str = write(
@@ -317,9 +318,10 @@ class Templates:
     def write_marked(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Render a conversation. Return the text and the spans that the template marks as the
-        model's. transformers' own way from spans to tokens loses turns that begin or end with white
-        space, if the tokenizer leaves that out of its offsets."""
+        """Render a conversation. Return the text, and the spans of characters that the template
+        marks as the model's."""
+        # Spans, not transformers' token masks: these lose turns that begin or end with white space
+        # if the tokenizer leaves white space out of its offsets.
         template, write = self.choose(tools), cast(Any, chat_template_utils.render_jinja_template)
         with _settled(template, self.day):
             (text,), (spans,) = write(

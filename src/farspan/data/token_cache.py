@@ -132,7 +132,6 @@ class TokenStore:
         return int(max(firsts.max(), seconds.max()))
 
     def trained_tokens(self) -> int:
-        """Return the number of trained tokens."""
         return len(self.tokens) if self.trained is None else int(self.trained.sum())
 
     def place_of(self, token: int) -> str:
@@ -228,8 +227,8 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Read a store from its folder, after calling `write` if it is missing or damaged. If `whole`,
-    check every token. Raises UnsupportedError."""
+    """Read a store from its folder, which `write` makes first if it is missing or damaged. If
+    `whole`, check every token. Raises UnsupportedError if that fails, or damage remains."""
     if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a read-only disk
         with suppress(_Damaged):
             return _read(folder, whole)
@@ -354,7 +353,8 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Yield the digest of each block of a file. Reads it: mapped pages would stay in memory."""
+    """Yield the digest of each block of a file."""
+    # The file is read, not mapped: mapped pages would stay in memory.
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):
             yield _digest(np.frombuffer(block, np.uint8), 0)
@@ -592,7 +592,8 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
 
 
 def _read_text(document: Document, form: Form) -> Written | LongText | None:
-    """Return the document of a plain text file, which any form but that of pairs can read."""
+    """Return the document of a plain text file; None if it is blank. Raises UnsupportedError if
+    `form` reads pairs of answers."""
     if isinstance(form, PreferenceForm):
         raise UnsupportedError(
             f"data.path: {document.place} is plain text, without two answers to compare; give a "

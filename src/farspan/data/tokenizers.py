@@ -416,8 +416,9 @@ _PROBE = "The 2nd  word,\n\tthen: naïve café №7 (x_1 != y) 漢字 🙂"
 
 
 def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Return whether transformers would load a tokenizer saved in a model's folder as this
-    tokenizer. For some model types it uses a class of its own, whatever the files say."""
+    """Return whether transformers loads a tokenizer from a model's folder that gives a sample text
+    the same ids as `tokenizer`, which was saved there."""
+    # For some model types transformers ignores the tokenizer class that the files name.
     try:
         loaded = load_tokenizer(str(folder))
     except UnsupportedError:
@@ -431,14 +432,14 @@ _FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
 def _refuse_huge_files(folder: Path) -> None:
-    """Raise UnsupportedError if the files from which a tokenizer is loaded are too large. The
-    library also reads a model's configuration, for the class of its tokenizer."""
+    """Raise UnsupportedError if the files from which a tokenizer is loaded are too large."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
             raise UnsupportedError(
                 f"data.tokenizer: {file} has {file.stat().st_size:,} bytes, expected at most "
                 f"{LARGEST_FILE:,}; give another tokenizer"
             )
+    # transformers also reads the model's configuration, for the class of its tokenizer.
     if (folder / "config.json").is_file():
         read_config(folder / "config.json", "data.tokenizer")
 
@@ -448,7 +449,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a tokenizer: `bytes`, a local folder, or a hub name at `revision` (a commit or branch).
     `trust_remote_code` runs Python code that comes with it. Raises UnsupportedError with the
-    library's message, or if the tokenizer has no words."""
+    library's message, or if the vocabulary is empty except for special tokens."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()

@@ -176,8 +176,8 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Yield each memory's bytes and largest causes, `most` for device and host; for a plan that
-    does not fit, only of the memories that are too small."""
+    """Yield lines with the bytes of device and host memory and their largest causes, as many as
+    `most` says for either. If the plan does not fit, leave out a memory that is large enough."""
     tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
         tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
@@ -325,7 +325,8 @@ ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
 
 
 def _drive_wear(question: Question) -> str:
-    """Describe what each update takes of a drive: seconds, and a share of its endurance."""
+    """Describe what an update costs if optimizer states are on a drive: seconds to read and write
+    them, and the share of the bytes that the drive can write in its life."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
         f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s at "
@@ -379,7 +380,8 @@ def loss_words(plan: Plan) -> Iterator[str]:
 
 
 def loss_json(plan: Plan) -> dict[str, Any]:
-    """Return a step's seconds in one pass, with log-probabilities, and with a reference model."""
+    """Return the seconds of a step with three losses: a mean over tokens, the plan's loss with
+    stored log-probabilities of the reference, and the plan's own; empty if that is a mean."""
     if not plan.question.loss.is_cut:
         return {}
     one, cut, whole = loss_seconds(plan)
@@ -583,7 +585,7 @@ def spans_json(
     timed: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
 ) -> dict[str, Any]:
     """Return planned or measured spans of time as a process's trace, with a row for compute and for
-    each kind of copy. It begins at 0, though first copies may precede the recorded start."""
+    each kind of copy. If a copy begins before the step, all spans are shifted to begin at 0."""
     timed = list(timed)
     early = min((span.start for _, span in timed), default=0.0)
     events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in timed]

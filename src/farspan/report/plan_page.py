@@ -71,8 +71,8 @@ Cells = Forward | Backward | Head
 
 @dataclass(frozen=True, slots=True)
 class StepFrames:
-    """A step's instructions divided into the frames that a page draws. Frame i ends before
-    instruction `ends[i]`, and the page names instruction `shown[i]` for it."""
+    """Division of a step into frames, the pictures of the page's animation. Frame i ends before
+    instruction `ends[i]`, and has instruction `shown[i]` as its label."""
 
     ends: tuple[int, ...]
     shown: tuple[int, ...]
@@ -84,8 +84,8 @@ class StepFrames:
 
 
 def frames_of(program: Program, most: int, layers: set[int], chunks: set[int]) -> StepFrames:
-    """Divide a program into at most `most` frames with equally many cells. The page names each
-    frame by its last cell among the given layers and chunks, or else by its last cell."""
+    """Divide a program into at most `most` frames with equally many cells. A frame's label is its
+    last cell that the page shows (one of `layers` and `chunks`), or else its last cell."""
     instructions = program.instructions
     cells = [index for index, i in enumerate(instructions) if isinstance(i, Cells)]
     count = min(most, len(cells))
@@ -134,8 +134,8 @@ def drawn_walk(
     rows: int = ROWS_SHOWN,
     columns: int = COLUMNS_SHOWN,
 ) -> tuple[StepFrames, dict[str, Any]]:
-    """Return a step's frames, and the page's data about its cells. `begins` has, by index, the
-    second from the step's start at which an instruction begins; the step ends at `end`."""
+    """Return a step's frames, and the data from which the page draws its cells. `begins[i]` is when
+    instruction i begins, and `end` when the step ends, in seconds from the step's start."""
     groups = [program.groups[group] for group in program.own_groups()]
     layers = thinned(range(groups[0][0], groups[-1][1]), rows)
     chunks = thinned(range(len(program.chunks)), columns)
@@ -274,8 +274,9 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
-    """Return one memory's use by cause, the lowest in the chart first. A constant cause has its
-    bytes; a varying one has a value per frame, of its fullest instruction, in `unit` bytes."""
+    """Return the use of one memory by cause for the page's chart, the lowest in the chart first. A
+    constant cause has its bytes; one that varies has a value per frame, in units of `unit` bytes,
+    from the instruction of the frame at which the memory is fullest."""
     varying = _of_buffers(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
@@ -289,7 +290,8 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
 
 
 def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return the bytes of live buffers by cause, in each frame at the instruction with the most."""
+    """Return, for each cause, the bytes of live buffers in each frame: those at the instruction of
+    the frame at which all buffers together take the most."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
@@ -326,7 +328,8 @@ def _budget_part(buffer: Buffer) -> str:
 
 
 class _Tensor(NamedTuple):
-    """Key of a tensor that a cell (layer, chunk) leaves in memory, or of a group's input."""
+    """Key of a tensor in `_Grid`: one that cell (layer, chunk) leaves in memory or, of kind X, the
+    hidden states of the chunk that enter group number `layer`."""
 
     kind: Kind
     layer: int
@@ -335,7 +338,8 @@ class _Tensor(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """Record of the memory that holds each tensor of the page's cells, updated by instruction."""
+    """State of the page's grid of cells while a program's instructions are followed one by one:
+    which buffers hold each cell's tensors, and whether its forward or backward has run."""
 
     program: Program
     layers: dict[int, int]  # layer to its row on the page
@@ -379,7 +383,8 @@ class _Grid:
             self.changed.add(_Tensor(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
-        """Record that a buffer holds a chunk's tensors, unless it stages copies (layer < 0)."""
+        """Record that a buffer holds a chunk's tensors. Does nothing for a slot, whose layer is -1
+        because it holds any layer's tensors in turn."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
             self._hold(name, _Tensor(buffer.kind, buffer.layer if layer is None else layer, chunk))
@@ -414,8 +419,9 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the data of the page's grid of cells (`farspan.walk`): each frame's operation; for
-    each cell and group input its states, each with the first frame that has the state."""
+    """Return the data of the page's grid of cells (`farspan.walk`): the operation of each frame;
+    for each cell and each group's input a list [frame, state, frame, state, ...] of the frames in
+    which its state changes, each with the new state."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]
@@ -509,7 +515,7 @@ def _chunk_order(chunks: list[int]) -> str:
 
 def _phases(program: Program, begins: Mapping[int, float], end: float) -> Iterator[list[Any]]:
     """Yield a row for each pass over a group: operation, layers, chunks, start and duration in
-    seconds. The middle ones of more than `PHASES` rows become one row."""
+    seconds. If there are more than `PHASES` rows, one row sums up those in the middle."""
     passes = list(_passes(program, begins))
     ends = [*(phase.begin for phase in passes[1:]), end]
     rows = [phase.row(when) for phase, when in zip(passes, ends, strict=True)]

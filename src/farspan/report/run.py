@@ -123,7 +123,8 @@ def _config(path: Path) -> Values:
 
 
 def read_about(folder: Path) -> Values:
-    """Return the content of about.json, or {}. Raises UnsupportedError naming the field."""
+    """Return the content of about.json; {} if there is no file. Raises UnsupportedError, naming the
+    field, for a value of another type, and for a damaged file."""
     kinds = {"device": str, "strategy": str, "parameters": int, "trainable": int}
     return given_json(folder / ABOUT, **kinds, layout=dict, machine=dict, schedule=dict)
 
@@ -206,7 +207,8 @@ def run_json(run: RunRecord, name: str) -> Values:
 
 
 def _damaged_file(run: RunRecord) -> Path:
-    """Return the damaged file of a run folder: the first without which the page can be made."""
+    """Return the file of a run folder that keeps its page from being made. Files are left out one
+    at a time; the damaged one is the first whose absence lets the page be made."""
     files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
     for name, file in files.items():
         without: Any = {name: {}}

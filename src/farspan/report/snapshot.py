@@ -48,7 +48,7 @@ Frames = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """A range of memory in use from one moment of a step to another."""
+    """A range of memory in use from one moment (`_StepMoments`) of a step to another."""
 
     size: int  # bytes
     born: int  # moments; alive in [born, dies)
@@ -72,8 +72,8 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Return a snapshot of the planned step, for the rank with the fullest device; and a note for
-    the user, which says how many instructions a moment merges, or is empty."""
+    """Return a snapshot of the planned step, for the rank with the fullest device; and a note
+    for the user if each point in time of the snapshot stands for several instructions, else ""."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -109,8 +109,8 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
 
 @dataclass(slots=True)
 class _StepMoments:
-    """Moments of a snapshot, each of one or more instructions. Their numbers are even; a cell's
-    temporary memory is freed at the odd number after its moment."""
+    """Moments of a snapshot: points in time, each of one or more instructions. Their numbers are
+    even; a cell's temporary memory is freed at the odd number after the cell's moment."""
 
     program: Program
     places: list[int] = field(default_factory=list)  # instruction to the number of its moment
@@ -126,8 +126,8 @@ class _StepMoments:
             done += works
         self.count = -(-done // self.each)
 
-    def of(self, index: int) -> int:
-        """Return the moment of an instruction, by the instruction's index."""
+    def number_of(self, index: int) -> int:
+        """Return the number of instruction `index`'s moment; NEVER after the program's end."""
         return self.places[index] if index < len(self.places) else NEVER
 
     def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
@@ -144,7 +144,8 @@ class _StepMoments:
             yield self.places[group[0][0]], group
 
     def times(self, plan: Plan) -> list[int]:
-        """Return the planned times of moments by number, in microseconds from the step's start."""
+        """Return when each moment begins in the plan, in microseconds from the step's start; the
+        list's index is the moment's number."""
         first: dict[int, float] = {}
         for span in program_spans(plan, self.program):
             first[span.index] = min(span.start, first.get(span.index, span.start))
@@ -197,7 +198,8 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """Yield the blocks that end in moment `number`, and add new blocks to `standing`."""
+        """Yield the blocks that end in moment `number`. Remove them from `standing`, the blocks in
+        use by key, and add the new ones."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -252,7 +254,7 @@ def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBl
     """Return the buffers of one memory at their addresses, and the unused ranges between."""
     blocks = []
     for buffer in program.buffers.values():
-        born, dies = moments.of(buffer.born), moments.of(buffer.dies)
+        born, dies = moments.number_of(buffer.born), moments.number_of(buffer.dies)
         if buffer.tier is not tier or not buffer.bytes or born >= dies:
             continue
         cause = part_words(str(buffer.kind))
@@ -288,8 +290,8 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights. Of cells'
-    memory `_CellMemory` has `walked` bytes; only the rest, extra memory of kernels, is here."""
+    """Yield the blocks outside the arena that last the whole step, such as weights; and one for the
+    extra memory of kernels: what the plan counts for cells beyond the `walked` bytes."""
     sizes = {
         name: count
         for name, count in parts.items()
@@ -367,7 +369,7 @@ def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[di
 
 
 def _segment(device: int, address: int, size: int, blocks: Iterable[MemoryBlock]) -> dict[str, Any]:
-    """Return a segment of the snapshot, with the blocks that are left after the last moment."""
+    """Return a segment of the snapshot; its blocks are those that are never freed."""
     pieces, at = list[dict[str, Any]](), address
     for block in sorted((b for b in blocks if b.dies == NEVER), key=lambda b: b.address):
         if block.address > at:

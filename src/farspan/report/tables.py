@@ -216,7 +216,7 @@ def memory_text(spec: MachineSpec) -> Text:
 
 
 def rates_table(spec: MachineSpec) -> Table:
-    """Return a table of measured rates, each for an operation's smallest and largest call."""
+    """Return a table of each operation's measured rate in its smallest and largest call."""
     title = "rates of the smallest and the largest call"
     table = lines_table(title, "", "smallest", "rate", "largest", "rate")
     for dtype, rates in spec.rates.items():
