@@ -64,12 +64,14 @@ class FarRun(Protocol[Keys]):
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """Function that waits for the measured share of attention weight; None: not measured."""
+        """Function that waits for the measured share of attention weight and returns it; None: not
+        measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """Shares of dense attention's weight on keys that sampled queries see, over all heads."""
+    """Share of dense attention's weight on the keys that a query sees: mean and minimum over
+    sampled queries and all heads."""
 
     mean: float
     minimum: float

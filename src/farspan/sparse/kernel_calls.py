@@ -84,9 +84,9 @@ LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """For each page the query pages that chose it: pairs (visits) ordered by batch row b, KV head h
-    and slot (place of the page in the buffer), then by query page. Row r = (b * Hk + h) * S + slot
-    has visits [starts[r], starts[r + 1]). int32, on the device of the choice."""
+    """For each page the query pages that chose it. Row r = (b * Hk + h) * S + slot is the page at
+    place `slot` of the buffer, for batch row b and KV head h; pairs [starts[r], starts[r + 1]) are
+    that page's visits, ordered by query page. int32, on the device of the choice."""
 
     query_pages: Tensor  # [B * Hk * M * k]; entries without a page come last
     pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
@@ -148,8 +148,9 @@ class PageTable:
 
     @cached_property
     def runs(self) -> Tensor | None:
-        """Entries that each query page reads, int32 [B, Hk, M, 2]: the first one with a page, and
-        the number from there to the last one with a page. None: all entries are read."""
+        """Entries of the choice that each query page reads, int32 [B, Hk, M, 2]: the first entry
+        with a page, and the number of entries from there to the last one with a page. None: all are
+        read."""
         if self.slots is None:
             return None
         has_page = (self.choice >= 0).int()

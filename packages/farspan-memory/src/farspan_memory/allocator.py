@@ -77,8 +77,8 @@ class Session:
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
         """Let a device follow a plan from its next iteration on; or warn and go on stitching if the
-        arena does not fit, another stream would have to wait, or tensors of the previous plan
-        live."""
+        arena does not fit, if another stream would have to wait, or if tensors of the previous plan
+        are alive."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it
             self.memory.follow(device, plan)

@@ -260,8 +260,8 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids the use of a free block of `fits` bytes. A block
-        beyond the limit serves no smaller request, nor a larger one that leaves too much unused."""
+        """Return whether max_split_size forbids a free block of `fits` bytes for a request. Blocks
+        beyond that limit serve only requests beyond it, and only if they leave little unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
