@@ -80,7 +80,8 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Options of a request to the planner. Sizes are numbers or text, see `farspan.formatting`.
+    """Options of a request to the planner. Sizes are numbers or text, as `farspan.formatting`
+    reads.
 
     `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
     adapters. `batch` counts for each group of devices that shares a sequence.

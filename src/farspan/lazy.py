@@ -37,9 +37,8 @@ _GIVEN: dict[str, str] = {}
 
 
 def give(part: str, module: str) -> None:
-    """Register the module that implements a `part` of the package, so that `given` finds it for
-    lower layers, which must not import it. farspan/__init__.py, above all layers, calls this
-    first."""
+    """Register the module of a `part` of the package for `given`, by which lower layers use it
+    without importing it. farspan/__init__.py, above all layers and imported first, calls this."""
     _GIVEN[part] = module
 
 

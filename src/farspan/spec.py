@@ -283,7 +283,8 @@ class Curve:
     points: tuple[tuple[float, float], ...]  # (size, rate a second), sizes ascending
 
     def at(self, size: float) -> float:
-        """Return the rate of a call of this size, interpolated between measured sizes."""
+        """Return the rate of a call of this size, interpolated between the sizes that were
+        measured."""
         index = bisect_right(self.points, size, key=itemgetter(0))
         if index == 0 or index == len(self.points):
             return self.points[max(0, index - 1)][1]

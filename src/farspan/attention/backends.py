@@ -139,7 +139,8 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """Tensors of a backward with a row per query, [B, H, Sq, ...]; out and lse are of all keys."""
+    """Tensors of a backward with a row per query, [B, H, Sq, ...]; out and lse are those of
+    attention to all keys."""
 
     dout: Tensor
     q: Tensor
@@ -291,8 +292,8 @@ def _cudnn_lse_rank() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CudaCudnn(BlockKernel):
-    """aten's cuDNN attention, for blocks on which it is correct and faster; `other` computes the
-    rest.
+    """aten's cuDNN attention, for blocks on which it is correct and faster; the kernel `other`
+    computes the rest.
 
     bf16, fp16; D == Dv, a multiple of 8 up to 128; supports GQA. Its causal mask is aligned top
     left. It is right only without mask and with lengths that are multiples of 128 (elsewhere dQ can

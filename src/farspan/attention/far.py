@@ -64,8 +64,8 @@ class FarRun(Protocol[Keys]):
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """Function that waits for the measured share of attention weight and returns it; None: not
-        measured."""
+        """Function that waits for the measured share of attention weight and returns it; None if no
+        cell is measured."""
 
 
 @dataclass(frozen=True, slots=True)

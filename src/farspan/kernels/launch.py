@@ -82,7 +82,7 @@ _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default
 
 @contextmanager
 def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Run the body, and call `hear` with each kernel launch on the meta device."""
+    """Run the body, and call `hear` with each kernel that would be launched on the meta device."""
     token = _launched.set(hear)
     try:
         yield

@@ -111,7 +111,8 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
 def norm_backward_launch(
     dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """Return the launch of a norm's backward, and the sums of dweight per Triton program, fp32."""
+    """Return the launch of a norm's backward, and the tensor for its sums of dweight, fp32 [Triton
+    programs, width]."""
     (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
     shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
@@ -205,8 +206,8 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
 def swiglu_backward(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup, contiguous, in gate's dtype; only act(gate) is rounded before the
-    results."""
+    """Return dgate and dup, contiguous, in gate's dtype. Of the values between, only act(gate) is
+    rounded to that dtype."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)

@@ -351,8 +351,8 @@ def _between(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Range of token positions [start, stop) that a rank holds; key p is row p - shift of its
-    keys."""
+    """Range of token positions [start, stop) whose keys a rank holds; the key at position p is row
+    p - shift of the rank's keys."""
 
     start: int
     stop: int
@@ -365,7 +365,7 @@ class _Piece:
 @dataclass(frozen=True, slots=True)
 class Held:
     """Token positions whose keys a rank holds: a range of each chunk, which may be empty, in
-    order."""
+    ascending order."""
 
     ranges: tuple[Range, ...]
 
@@ -415,8 +415,8 @@ def plan_held_blocks(
 
 
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
-    """Return the parts of blocks of all keys (`plan_blocks`) that have keys of one rank, as `Block`
-    says."""
+    """Cut blocks of all keys (from `plan_blocks`) to the keys that one rank holds, numbered as
+    `Block` describes."""
     pieces, found = held.pieces(), list[Block]()
     for block in blocks:
         if block.causal:

@@ -301,7 +301,7 @@ _WRITING = {
 
 
 class Wait(NamedTuple):
-    """A lane to wait for, and the instruction that it must have finished by then."""
+    """A lane to wait for, and the latest of its instructions that must have finished."""
 
     lane: Lane
     instruction: int
@@ -536,8 +536,8 @@ class TiledCells:
         return stop - start
 
     def skips(self, i: Forward) -> bool:
-        """Return whether a forward cell skips its MLP's last product: no instruction reads its
-        output."""
+        """Return whether a forward cell skips the last product of its MLP, because no instruction
+        reads the cell's output."""
         if not self.has_tiles(i) or not i.graph or (i.layer, i.chunk) not in self.unread:
             return False
         return self.program.model.layers[i.layer].work.skippable

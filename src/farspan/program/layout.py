@@ -231,9 +231,8 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with `row` of its recurrent states set: a state's elements per token in
-    buffers. Raises UnsupportedError for a chunk of one token, which recurrent layers treat as
-    generation."""
+    """Return the model with the `row` of recurrent states set: elements per token in buffers.
+    Raises UnsupportedError for a chunk of one token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
@@ -331,8 +330,8 @@ def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
 
 
 def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
-    """Return, by Ulysses peer, how many of a chunk's tokens it and its tensor-parallel peers
-    have."""
+    """Return, for each Ulysses peer, how many of a chunk's tokens the peer has together with its
+    tensor-parallel peers."""
     held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
     return tuple(stop - start for start, stop in held)
 

@@ -204,8 +204,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return the bytes that a chunk's saved tensors shrink by for each token that it is
-        shorter."""
+        """Return the bytes by which saved tensors shrink for each token that a chunk is shorter."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
@@ -322,8 +321,8 @@ class GroupPasses(Group):
             self.ledger.emit(LoadGradient(self.top + 1, chunk, place))
 
     def leave_backward(self, chunk: int) -> None:
-        """Emit instructions that pass the gradient of the group's input to the group or embedding
-        below."""
+        """Emit the instructions that pass the gradient of the group's input to the group below, or
+        to the embedding."""
         if self.index == 0:
             self.ledger.emit(EmbedBackward(chunk))
             return

@@ -368,9 +368,8 @@ class SparseStep:
 
 
 def selector_of(custom: GivenSelector | None, schedule: Schedule) -> Selector:
-    """Return a step's selector: the user's, or `TopK` with the schedule's budget. Raises
-    UnsupportedError for an index that is missing, not wanted by the schedule, or unable to learn
-    from keys on host."""
+    """Return the user's selector, or `TopK` with the schedule's budget. Raises UnsupportedError for
+    an index that is missing or not in the schedule, or that cannot learn from keys on host."""
     sparse = schedule.sparse
     assert sparse is not None, "attention is sparse"
     if sparse.indexed != isinstance(custom, Index):

@@ -43,7 +43,7 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return addresses [rows, width] of one part of the vectors at `offset` + row, and a mask."""
+    """Return addresses [rows, width] of a part of each vector at `offset` + row, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:

@@ -178,7 +178,8 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return which columns (pages) no query sees, bool [B, 1 or Hk, M, columns]; or None."""
+        """Return which columns (pages) no query sees, bool [B, 1 or Hk, M, columns]; None: all are
+        seen."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -361,7 +362,8 @@ def vote_refined(
     documents: Tensor | None,
     candidates: Candidates,
 ) -> Tensor:
-    """Return votes as `vote` does, only for pages in the best superpages, [B, Hk, M, S * 16]."""
+    """Return votes as `vote` does, but only for pages in the best superpages (16 pages each), [B,
+    Hk, M, S * 16]."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -394,7 +396,7 @@ def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
     """Return the scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] in the m
-    pages of queries `run`, each for the 16 pages of each of the S superpages that its page
+    pages of queries `run`, each for the 16 pages of the S superpages that its page of queries
     chose."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()

@@ -203,8 +203,8 @@ def from_snapshot(snapshot: Any, name: str, device: int | None = None) -> Trace:
 
 
 class _EventReader:
-    """Converter of a snapshot's entries for one device to events; an address in use is one
-    tensor."""
+    """Converter of a snapshot's entries for one device to events. Each address in use stands for
+    one tensor."""
 
     def __init__(self, name: str, device: int) -> None:
         self.name, self.device = name, device

@@ -321,7 +321,7 @@ class CachingAllocator:
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Release free blocks larger than max_split_size: one that suffices for the request, else
-        the largest ones until their sum suffices. Return whether it does."""
+        the largest ones until their sum suffices. Return whether the released blocks do."""
         limit = self.settings.max_split
         if limit == UNLIMITED:
             return False

@@ -69,7 +69,7 @@ class DriverCost:
 
 
 def _call_seconds(*units: float) -> tuple[tuple[int, float], ...]:
-    """Return (size of a handle, seconds of one call) from the costs published for 2 GiB by size."""
+    """Return (bytes of a handle, seconds of one call), from costs published for 2 GiB in all."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
