@@ -141,9 +141,8 @@ class SavedActivations:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all saved tensors, which else would never be freed: a named tensor refers to its
-        graph, the graph by its hooks to this object, and the garbage collector does not see that
-        cycle."""
+        """Drop all saved tensors. Else none would be freed: a named tensor refers to its graph, the
+        graph by its hooks to this object, and the garbage collector does not see such a cycle."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:

@@ -80,8 +80,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Options of a request to the planner. Sizes are numbers or text, as `farspan.formatting`
-    reads.
+    """Options of a request to the planner. Sizes are numbers, or text that `formatting` reads.
 
     `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
     adapters. `batch` counts for each group of devices that shares a sequence.
@@ -169,8 +168,7 @@ class Request:
     progress: Callable[[str], None] = _discard  # receives messages while measuring
 
     def __post_init__(self) -> None:
-        """Replace other tools' words in values by farspan's, and refuse None where a default
-        exists."""
+        """Replace other tools' words in values by farspan's; refuse None where a default exists."""
         if isinstance(self.sparse, str):
             object.__setattr__(self, "sparse", read_sparse(self.sparse))
         for name in ("optimizer", "weights", "strategy", "loss", "dtype", "kernels"):

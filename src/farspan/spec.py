@@ -283,8 +283,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]  # (size, rate a second), sizes ascending
 
     def at(self, size: float) -> float:
-        """Return the rate of a call of this size, interpolated between the sizes that were
-        measured."""
+        """Return the rate of a call of this size, interpolated between measured sizes."""
         index = bisect_right(self.points, size, key=itemgetter(0))
         if index == 0 or index == len(self.points):
             return self.points[max(0, index - 1)][1]
@@ -528,9 +527,8 @@ class Sparse:
 
     def hides(self, tokens: int, chunk: int) -> bool:
         """Return whether, with chunks of `chunk` tokens, some of the first `tokens` queries may
-        miss a token that dense attention shows to the query. False holds for any documents, but
-        only if the pages with most votes are chosen: other selectors may choose fewer than the
-        budget allows."""
+        miss a token that dense attention shows. False holds for any documents if the pages with
+        most votes are chosen; other selectors may choose fewer than the budget allows."""
         last = (tokens - 1) // chunk * chunk  # no chunk has more candidates
         return self.reach(last) < last
 

@@ -268,12 +268,11 @@ class CudaFlash(BlockKernel):
         return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
-        """Return how many keys a query sees left and right of the aligned diagonal, as aten's
-        operation takes the window (-1: all): row i of Sq sees columns from i + Sk - Sq - left
-        on."""
+        """Return the window as aten's operation takes it: how many keys left and right of the
+        aligned diagonal are seen (-1: all). Row i of Sq sees columns from i + Sk - Sq - left on."""
         if block.window is None:
             return -1, 0 if block.causal else -1
-        # Without a causal mask, the operation turns right = -1 into Sk: hides keys if Sq > Sk + 1.
+        # Without a causal mask, right = -1 acts as Sk, which hides keys if Sq > Sk + 1.
         assert block.queries <= block.keys + 1, block
         left = block.window - 1 + block.k_stop - block.q_stop
         return left, 0 if block.causal else -1

@@ -251,8 +251,8 @@ def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
-    """Return tiles of `size` keys for a tile of the block's queries, `size` from `q_start` on, with
-    only the keys that these see. A tile is causal or windowed only if that hides a key."""
+    """Return tiles of `size` keys, with the keys that `size` of the block's queries, from `q_start`
+    on, see. A tile is causal or windowed only where that hides a key."""
     q_stop = min(q_start + size, block.q_stop)
     low = block.k_start
     if block.window is not None:
@@ -305,8 +305,8 @@ def _earlier_keys(
 
 
 def cut_at_window(block: Block, window: int) -> Iterator[Block]:
-    """Yield a block of the queries whose window contains all of its keys, then one of the queries
-    whose window contains only the last keys.
+    """Yield one block of the queries whose window contains all of the block's keys, then one of the
+    queries that see only the last keys.
 
     The second block has at least as many keys as queries, which flash attention needs; a single
     query of the first block does not change that and is not worth a call.

@@ -433,8 +433,7 @@ class _Derivation:
         return tuple(found)
 
     def _implied(self, other: Lane, after: list[int], new: list[Lane]) -> bool:
-        """Return whether the wait for lane `other` is implied by those for the other lanes in
-        `new`."""
+        """Return whether waits for the other lanes in `new` imply the wait for lane `other`."""
         return any(
             self.then[third][after[third]][other] >= after[other]
             for third in new
@@ -525,7 +524,7 @@ class TiledCells:
         return (self.tile,) * full + (rest,) * bool(rest)
 
     def has_tiles(self, i: Forward | Backward) -> bool:
-        """Return whether a cell runs on tiles: it has more tokens than one tile, and saves no
+        """Return whether a cell runs on tiles: it has more tokens than a tile and saves no
         graph."""
         if self.tile is None or self._tokens(i) <= self.tile:
             return False

@@ -54,8 +54,7 @@ class Far:
         return self.batch * self.kv_heads * self.query_pages * self.chosen
 
     def units(self, most_units: int) -> int:
-        """Return the most units (K, V of a page) in a slab (block of gathered pages) of the
-        chunk."""
+        """Return the most units (K, V of a page) in one of the chunk's slabs (blocks of pages)."""
         owners = self.batch * self.kv_heads
         return min(most_units, owners * min(self.candidates, self.query_pages * self.chosen))
 

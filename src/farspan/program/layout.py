@@ -436,7 +436,8 @@ Given = Parallel | Auto | None  # `parallel` of a run file
 
 def check_ranks(parallel: Given, ranks: int | None) -> Given:
     """Return a run file's `parallel`, with a null `data` set to the replicas that `ranks` started
-    ranks make (None: no launcher). Raises UnsupportedError if it needs another number of ranks."""
+    ranks make (None: no launcher). Raises UnsupportedError if the axes need another number of
+    ranks."""
     if isinstance(parallel, Parallel):
         try:
             return replace(parallel, data=parallel.layout(ranks or 1).data)

@@ -77,9 +77,8 @@ class Group:
             self.graphs = range(0)  # the backward follows at once, so nothing is saved
 
     def gather(self, then: int | None) -> None:
-        """Gather the group's weights, unless the pass before this one has gathered them. With
-        weights in main memory, fetch them to the device, and those of group `then`, whose pass is
-        next."""
+        """Gather the group's weights, unless the pass before this one has gathered them. Weights in
+        main memory are fetched instead, with those of group `then`, whose pass is next."""
         if self.streams:
             self._fetch_weights(then)
             return
@@ -291,7 +290,7 @@ class GroupPasses(Group):
         self.ledger.emit(Load(self.layers[0], chunk, self.entered))
 
     def leave(self, chunk: int) -> None:
-        """Emit the copies that save the group's output for one chunk, or send it to the next
+        """Emit instructions that save the group's output for one chunk, or send it to the next
         stage."""
         if self.is_stage and not self.is_last:
             self.ledger.emit(Send(self.top + 1, chunk))

@@ -79,9 +79,8 @@ class FarKernel(Protocol):
     def backward(
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
-        """Add the gradient of q to `dq` (accumulate dtype), and the gradients of the chosen pages'
-        keys and values to the pages' totals: either in place, or by `pages.sums` and
-        `pages.add`."""
+        """Add the gradient of q to `dq` (accumulate dtype), and those of the chosen pages' keys and
+        values to these pages' totals, in place or by `pages.sums` and `pages.add`."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -257,7 +256,7 @@ def seen_mass(
         everything = everything.logaddexp(sinks.to(dtype)[:, None])
     own = call.near.q_start, call.near.q_start + k.shape[2]
     for start, stop in (*spans, own):
-        # With K on host, reading all keys takes as long as for dense attention: measure rarely.
+        # With K on host, this costs as much transfer as dense attention: measure rarely.
         keys = k if start == own[0] else key_values.keys(start, stop)[0]
         # The heads of a group stacked: their keys are read once, not copied for each.
         stacked = few.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)

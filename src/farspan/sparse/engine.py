@@ -114,8 +114,7 @@ class PageSlots:
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and chunk
 
     def take(self) -> _PageSlot:
-        """Return the next slot to fill; the fetch lane will wait until the slot's slab is
-        unused."""
+        """Return the next slot; the fetch lane waits until the slab in it is no longer used."""
         self.ring.rotate(-1)
         slot, copies = self.ring[-1], self.storage.copies
         copies.wait(Lane.FETCH, slot.read, Hazard.STILL_READ)

@@ -149,8 +149,7 @@ class PageTable:
     @cached_property
     def runs(self) -> Tensor | None:
         """Entries of the choice that each query page reads, int32 [B, Hk, M, 2]: the first entry
-        with a page, and the number of entries from there to the last one with a page. None: all are
-        read."""
+        with a page, and the number of entries up to the last with a page. None: all are read."""
         if self.slots is None:
             return None
         has_page = (self.choice >= 0).int()

@@ -237,7 +237,7 @@ def _row_values(rows, offset, row, fits):
     """Return what `rows_kernel` stored per query: -lse / scale, -rowsum(dO * O) and the first
     visible key; zeros for rows outside `fits`."""
     # One load of 16 bytes per query: three tensors would take three times the copies of four bytes,
-    # and their addresses. Products from -lse / scale or -delta on save a subtraction's registers.
+    # and their addresses. Products that start from these values save a subtraction's registers.
     at = rows + offset * 4 + row[:, None] * 4 + tl.arange(0, 4)[None, :]
     four = tl.load(at, mask=fits[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))

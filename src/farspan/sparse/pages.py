@@ -178,8 +178,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return which columns (pages) no query sees, bool [B, 1 or Hk, M, columns]; None: all are
-        seen."""
+        """Return which pages no query sees, bool [B, 1 or Hk, M, columns]; None: all are seen."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop

@@ -380,7 +380,7 @@ class Allocator:
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
         """Follow these rows of a plan from the next iteration on (none: no plan). Raises
-        NativeError for a row beyond the arena, and NativeOutOfMemory if the arena exceeds the
+        NativeError for a row beyond the arena, NativeOutOfMemory for an arena beyond the
         capacity."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
 
