@@ -181,7 +181,7 @@ def _within(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage; on the meta device all addresses are 0."""
+    """Return an identifier of a tensor's storage, whose address is always 0 on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -51,7 +51,7 @@ def read_bytes(value: str | int, name: str) -> int:
 
 
 def read_memory(value: str | int, name: str) -> int:
-    """Parse a memory's bytes. A bare number such as 24 means GiB, and is refused as too few."""
+    """Parse a memory's bytes. A small number without unit, such as 24 (for GiB), is refused."""
     size = read_bytes(value, name)
     bare = str(value).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:

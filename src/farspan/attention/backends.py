@@ -157,7 +157,7 @@ class BlockKernel(Protocol):
         return None
 
     def split(self, block: Block) -> tuple[Block, ...]:
-        """Divide a block into blocks that the kernel computes by one call each."""
+        """Divide a block into blocks, each of which the kernel can compute by one call."""
         return (block,)
 
     def forward(

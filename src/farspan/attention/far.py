@@ -32,7 +32,7 @@ class FarAttention(Protocol[Keys]):
         """Prepare for `attend`: start fetching far keys that are already known to be needed."""
 
     def note(self, k: Tensor) -> None:
-        """Record the chunk's own keys k [C, B, Hk, D], which were just written to their buffer."""
+        """Record the chunk's own keys k [C, B, Hk, D], just written to the buffer of keys."""
 
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
@@ -60,7 +60,7 @@ class FarRun(Protocol[Keys]):
         """Return the far attention of a cell's forward; None if its layer's attention is dense."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return those of a chunk's blocks whose keys are near the chunk, at token `start`."""
+        """Return the blocks of the chunk at token `start` that have keys near the chunk."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:

@@ -50,7 +50,7 @@ class Norm(NamedTuple):
 
 
 class NormShape(NamedTuple):
-    """Sizes and settings that the norm kernels are compiled for."""
+    """Sizes and settings for which the norm kernels are compiled."""
 
     width: int
     padded: int
@@ -447,7 +447,7 @@ FP32 = (torch.float32,)
 
 
 class JoinShape(NamedTuple):
-    """Sizes that the kernels of `merge_` and `add_` are compiled for."""
+    """Sizes for which the kernels of `merge_` and `add_` are compiled."""
 
     width: int
     padded: int

@@ -192,7 +192,8 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError if `wrong` is true on a CPU; a GPU asserts later, without a wait."""
+    """Raise UnsupportedError if the tensor `wrong` is true; a GPU asserts it later, without a
+    wait."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -369,7 +370,7 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
 
 
 def _warps(shape: PageShape, tile: PageTile) -> int:
-    """Return the number of warps for a tile, at least 16 rows each: more would repeat work."""
+    """Return the number of warps for a tile: one per 16 rows at most, as more would repeat work."""
     shrunk = shape.tile_queries < tile.queries
     return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 

@@ -233,7 +233,7 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
 
 
 def _setting(name: str, keyword: int | None, options: AllocatorOptions) -> int:
-    """Return a setting, a keyword or one of the options. Raises UnsupportedError if it is both."""
+    """Return a setting, from the keyword or the options. Raises UnsupportedError if both set it."""
     value: int = getattr(options, name)
     if keyword is None:
         return value

@@ -460,7 +460,7 @@ def _event(line: str, where: str) -> Event:
 
 
 def _checked(events: Iterable[Event], places: list[int], name: str, called: str) -> Trace:
-    """Return the events as a trace. Raises UnsupportedError, naming the line of an invalid one."""
+    """Return the events as a trace. Raises UnsupportedError naming the line of an invalid event."""
     events = tuple(events)
     for index, words in faults(events):
         raise UnsupportedError(f"{name}:{places[index]}: {words}")

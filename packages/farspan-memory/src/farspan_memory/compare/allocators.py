@@ -392,7 +392,8 @@ class CachingAllocator:
         insort(block.pool.free, (block.size, block.address))
 
     def _merge(self, block: CachedBlock) -> None:
-        """Merge a block with its free neighbours that are, like the block, mapped or unmapped."""
+        """Merge a block with its free neighbours: mapped ones if it is mapped, else unmapped
+        ones."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped is block.mapped:
             self._unlist(before)
