@@ -1,8 +1,8 @@
-"""Tensors that autograd saves for one cell's backward, stored together as one run of bytes.
+"""Tensors that autograd saves for one cell's backward, stored together as contiguous bytes.
 
 During the forward of a cell, autograd passes every tensor that it saves to `pack`. Tensors that a
 buffer of the program has anyway (the layer's input, the attention output) become references to the
-buffer, and parameters stay in place. The rest is copied into one run of bytes when the cell is
+buffer, and parameters stay in place. The rest is copied to contiguous bytes when the cell is
 sealed, so one copy takes a cell to the host and one brings it back (MEMO 4.1).
 
 The copy is of memory, not of tensors: once for each storage, the span that saved views cover. So
@@ -30,7 +30,7 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor, described as a view of a named tensor or of a span of saved memory."""
+    """A saved tensor, described as a view of a tensor in a program's buffer or of saved memory."""
 
     source: str | int  # name, or address of the storage
     offset: int  # bytes from the named tensor's first element, or from the storage's
@@ -54,7 +54,7 @@ Packed = Tensor | _View | _Sparse
 
 @dataclass(slots=True)
 class _Span:
-    """The range of a storage that saved tensors cover, copied as one run of bytes."""
+    """Range of a storage that saved tensors cover, copied as contiguous bytes."""
 
     tensor: Tensor  # keeps the memory alive until it is copied
     low: int  # bytes from the start of the storage, aligned
@@ -67,7 +67,7 @@ class _Span:
 
 
 class SavedActivations:
-    """The tensors that autograd saves for one cell's backward, copied as one run of bytes.
+    """The tensors that autograd saves for one cell's backward, copied to contiguous bytes.
 
     Invariant: before `seal`, every storage with a saved view stays alive, so its address identifies
     it. After `seal` no tensor is kept, except copies beyond the planned bytes.
@@ -111,12 +111,13 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or a view of one; storages hold others, too."""
+        """Return whether a tensor is a parameter or a view of one. Their addresses are compared,
+        since a parameter's storage may hold other tensors, too."""
         storage, start = _storage(tensor), _start(tensor)
         return any(storage == s and low <= start < high for s, low, high in self._parameters)
 
     def size(self) -> int:
-        """Return the bytes that `seal` will copy to the cell."""
+        """Return the bytes of saved memory that `seal` will copy."""
         return sum(span.size for span in self._spans.values())
 
     def count(self) -> int:
@@ -140,8 +141,8 @@ class SavedActivations:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all saved tensors. The graph refers to this object by its hooks, and a named tensor
-        to its graph: the garbage collector does not see that cycle, which would keep all memory."""
+        """Drop all saved tensors. Else none would be freed: a named tensor refers to its graph, the
+        graph by its hooks to this object, and the garbage collector does not see such a cycle."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
@@ -180,7 +181,7 @@ def _within(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage; on the meta device all addresses are 0."""
+    """Return an identifier of a tensor's storage, whose address is always 0 on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 

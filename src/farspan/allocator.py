@@ -1,4 +1,4 @@
-"""Access to farspan-memory, an optional package of its own, which only this module names.
+"""Access to the optional package farspan-memory, which no other module of farspan imports.
 
 farspan-memory does not depend on farspan. Its allocator serves a run (`allocator: stitch |
 replay`), and its command line is `farspan memory`.

@@ -68,9 +68,9 @@ def _discard(_: str) -> None:
 
 
 def _meta(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
-    """Return metadata that makes a field an option of `farspan plan`, named as the field or by
-    `flags`. The command line parses the option by `reads`, and replaces {models} and {cards} in its
-    help."""
+    """Return metadata that makes a field an option of `farspan plan`, with the field's name or the
+    names `flags`. The command line parses the option's text by `reads`, and replaces {models} and
+    {cards} in `help`."""
     return {"help": help, "flags": flags, "reads": reads, "metavar": metavar}
 
 
@@ -80,7 +80,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Options of a request to the planner. Sizes are numbers or text, see `farspan.formatting`.
+    """Options of a request to the planner. Sizes are numbers, or text that `formatting` reads.
 
     `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
     adapters. `batch` counts for each group of devices that shares a sequence.
@@ -168,7 +168,7 @@ class Request:
     progress: Callable[[str], None] = _discard  # receives messages while measuring
 
     def __post_init__(self) -> None:
-        """Replace words of other tools by farspan's, and refuse None where a default exists."""
+        """Replace other tools' words in values by farspan's; refuse None where a default exists."""
         if isinstance(self.sparse, str):
             object.__setattr__(self, "sparse", read_sparse(self.sparse))
         for name in ("optimizer", "weights", "strategy", "loss", "dtype", "kernels"):
@@ -279,7 +279,8 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the planner's input for the model as it runs, with adapters of rank `lora` or none."""
+    """Return the planner's input with the sizes and the profile of the model that runs: the model
+    with adapters of rank `lora`, or without adapters."""
     if question.profiles is None:
         return question
     profile = question.profile

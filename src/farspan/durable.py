@@ -176,8 +176,8 @@ HELD: dict[str, tuple[str, str]] = {}
 
 
 def shown(text: object) -> str:
-    """Return a message with readable paths of the folders that this process holds open: as the user
-    wrote them, or by their present names after a rename."""
+    """Return a message in which folders that this process holds open have readable paths, not those
+    of file descriptors: as the user wrote them, or their present names after a rename."""
 
     def name(found: re.Match[str]) -> str:
         try:
@@ -192,8 +192,8 @@ def shown(text: object) -> str:
 
 @contextmanager
 def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
-    """Make a new folder, to be filled inside the block; if the block fails, remove it: the disk may
-    be full. Files get the umask's modes, whatever library wrote them. Raises WriteFailed."""
+    """Make a new folder for the block to fill; if the block fails, remove the folder: the disk may
+    be full. Files get the modes that the umask allows, whatever wrote them. Raises WriteFailed."""
     try:
         clear(folder)
         folder.mkdir(parents=True)
@@ -232,8 +232,8 @@ def clear(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder, renamed first so that its name never stands for half of it; of a link,
-    delete only the link. Raises WriteFailed."""
+    """Delete a folder, renamed first so that its name never stands for a half-deleted folder. If it
+    is a link, delete the link, not its target. Raises WriteFailed."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -264,7 +264,7 @@ def move(path: Path, place: Path) -> None:
 
 def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
     """Delete the unfinished files that a killed process left in `folder`. Their names are `PARTIAL`
-    and a match of `ours`; all other files belong to the user."""
+    followed by a match of `ours`; all other files belong to the user."""
     for path in folder.glob(f"{PARTIAL}*"):
         if not ours.fullmatch(path.name.removeprefix(PARTIAL)):
             continue
@@ -297,8 +297,8 @@ KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
 
 def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str, Any]:
     """Parse a JSON object. `kinds` are the types that its fields must have, if present. Raises
-    ValueError, naming the field, for other types, for infinite numbers if `finite`, and for deep
-    nesting, in which later work would fail."""
+    ValueError, naming the field, for other types, for infinite numbers if `finite`, and for nesting
+    so deep that later code would fail."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:  # the latter for deep nesting
@@ -313,8 +313,8 @@ def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str
 
 
 def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = True) -> None:
-    """Raise ValueError, naming the field, if a JSON value nests too deeply or, if `finite`,
-    contains infinite numbers. Those in a model's `overrides` may be infinite."""
+    """Raise ValueError, naming the field, if a JSON value nests too deeply or, with `finite`,
+    contains an infinite number. Numbers in a model's `overrides` may be infinite."""
     if depth > DEEPEST:
         raise ValueError(f"{field}: nested more than {DEEPEST} levels deep")
     if isinstance(value, int | float) and finite and not abs(value) < LARGEST:

@@ -51,7 +51,7 @@ def read_bytes(value: str | int, name: str) -> int:
 
 
 def read_memory(value: str | int, name: str) -> int:
-    """Parse a memory's bytes. A bare number such as 24 means GiB, and is refused as too few."""
+    """Parse a memory's bytes. A small number without unit, such as 24 (for GiB), is refused."""
     size = read_bytes(value, name)
     bare = str(value).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:
@@ -227,8 +227,8 @@ def read_sparse(text: str) -> Sparse | None:
 
 
 def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "recent")) -> str:
-    """Format settings of sparse attention for `read_sparse`: the fields in `named`, and all that
-    differ from the defaults."""
+    """Format settings of sparse attention as text for `read_sparse`: the fields in `named`, and all
+    others that differ from the defaults."""
     default, pieces = Sparse(), []
     for name in FIELDS:
         if name == "index_dim" and not sparse.indexed:
@@ -241,7 +241,7 @@ def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "rece
 
 
 def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
-    """Describe in one line which keys a query sees; `hides` is False if it certainly sees all."""
+    """Say in one line which keys a query sees; `hides` is False if every query sees all keys."""
     what = "approximate" if hides else SEES_ALL
     return (
         f"sparse attention, {what}: of earlier tokens it sees {write_tokens(sparse.budget)} in "

@@ -101,8 +101,8 @@ ROUTER_KEYS = "router", "router_z"  # of `LossKeys`, for every kind
 
 @dataclass(frozen=True, slots=True)
 class LossKeys:
-    """Keys of the loss in a run file. All but `kind` and `ROUTER_KEYS` belong to the kinds that
-    list them."""
+    """Keys of the loss in a run file. `kind` and `ROUTER_KEYS` belong to all kinds of loss, each
+    other key to the kinds whose `LossRow` lists it."""
 
     kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
     beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
@@ -294,9 +294,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured FLOP/s of one device in one dtype. Attention's curves are for heads of `head_dim`. A
-    softmax takes as long for narrow heads, so it is timed apart: on an H100 cuDNN's forward reaches
-    413 TFLOP/s with heads of 64 and 595 with 128, which 0.38 ps per query, key and head explain."""
+    """Measured FLOP/s of one device in one dtype. Attention's curves are for heads of `head_dim`.
+    The time of a softmax does not depend on the head's size, so it is a number of its own."""
 
     matmul: Curve  # against the FLOP of one product
     attention_forward: Curve  # without a mask; against the FLOP of one head of one sequence
@@ -306,7 +305,8 @@ class Rates:
     causal_forward: Curve | None = None  # of a causal square, hidden pairs not counted
     causal_backward: Curve | None = None  # None: as without a mask
     head_dim: int = 128
-    softmax_forward: float = 0.0  # seconds per query, key and head, besides the products
+    # Seconds per query, key and head, besides the products. On an H100 0.38 ps explain why cuDNN's
+    softmax_forward: float = 0.0  # forward reaches 413 TFLOP/s with heads of 64, 595 with 128
     softmax_backward: float = 0.0
     logit: float = 0.0  # seconds of a logit's cross-entropy and its gradient; 0: from its traffic
     # Bytes per query or key, head and element of an attention backward, besides its inputs and
@@ -472,15 +472,16 @@ class Sparse:
         return math.gcd(SUPERMEAN, self.page)
 
     def refined(self, candidates: int) -> int:
-        """Return how many superpages (16 pages each) a page of queries keeps by ranking: only their
-        pages are compared. 0 if all `candidates` are; a ranking drops at least half."""
+        """Return how many superpages (16 pages each) a page of queries keeps by a ranking: only
+        their pages are compared. 0 without a ranking, which must drop at least half of the
+        `candidates`."""
         kept = -(-REFINED * (self.budget // self.page) // SUPERPAGE)
         pays = self.super_tokens > self.mean_tokens and self.selector != MEAN
         return kept if pays and candidates >= 2 * SUPERPAGE * kept else 0
 
     def compared(self, candidates: int) -> tuple[int, int]:
         """Return with how many mean keys each query is compared to choose among `candidates` pages,
-        and with how many before that to rank superpages (16 pages each)."""
+        and with how many to rank superpages (16 pages each), which comes first."""
         refined = SUPERPAGE * self.refined(candidates)
         means = (refined or candidates) * self.page // self.mean_tokens
         return means, bool(refined) * candidates * self.page // self.super_tokens
@@ -525,9 +526,9 @@ class Sparse:
         return self.near(q_start) + self.width(q_start) * self.page
 
     def hides(self, tokens: int, chunk: int) -> bool:
-        """Return whether some query among `tokens`, in chunks of `chunk`, may miss a token that
-        dense attention shows it. False is certain, with any documents, if the pages with most votes
-        are chosen: other selectors may choose fewer than the budget allows."""
+        """Return whether, with chunks of `chunk` tokens, some of the first `tokens` queries may
+        miss a token that dense attention shows. False holds for any documents if the pages with
+        most votes are chosen; other selectors may choose fewer than the budget allows."""
         last = (tokens - 1) // chunk * chunk  # no chunk has more candidates
         return self.reach(last) < last
 

@@ -51,8 +51,8 @@ def reference(
     sinks: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute exact causal attention in plain PyTorch: q [B, H, S, D], k [B, Hk, S, D], v [B, Hk,
-    S, Dv] and document ids [B, S] to out [B, H, S, Dv]."""
+    """Return the output [B, H, S, Dv] of exact causal attention, computed in plain PyTorch from q
+    [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv] and document ids [B, S]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = scale * q @ k.mT
     if softcap is not None:
@@ -139,7 +139,8 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """Tensors of a backward with a row per query, [B, H, Sq, ...]; out and lse are of all keys."""
+    """Tensors of a backward with a row per query, [B, H, Sq, ...]; out and lse are those of
+    attention to all keys."""
 
     dout: Tensor
     q: Tensor
@@ -156,7 +157,7 @@ class BlockKernel(Protocol):
         return None
 
     def split(self, block: Block) -> tuple[Block, ...]:
-        """Divide a block into blocks that the kernel computes by one call each."""
+        """Divide a block into blocks, each of which the kernel can compute by one call."""
         return (block,)
 
     def forward(
@@ -267,11 +268,11 @@ class CudaFlash(BlockKernel):
         return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
-        """Return the window as aten's operation takes it: the keys left and right of the aligned
-        diagonal, -1 for all. Row i of Sq sees columns from i + Sk - Sq - left. Without a causal
-        mask, the operation turns right = -1 into Sk, which would hide keys if Sq > Sk + 1."""
+        """Return the window as aten's operation takes it: how many keys left and right of the
+        aligned diagonal are seen (-1: all). Row i of Sq sees columns from i + Sk - Sq - left on."""
         if block.window is None:
             return -1, 0 if block.causal else -1
+        # Without a causal mask, right = -1 acts as Sk, which hides keys if Sq > Sk + 1.
         assert block.queries <= block.keys + 1, block
         left = block.window - 1 + block.k_stop - block.q_stop
         return left, 0 if block.causal else -1
@@ -290,7 +291,8 @@ def _cudnn_lse_rank() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CudaCudnn(BlockKernel):
-    """aten's cuDNN attention for blocks on which it is right and faster; `other` takes the rest.
+    """aten's cuDNN attention, for blocks on which it is correct and faster; the kernel `other`
+    computes the rest.
 
     bf16, fp16; D == Dv, a multiple of 8 up to 128; supports GQA. Its causal mask is aligned top
     left. It is right only without mask and with lengths that are multiples of 128 (elsewhere dQ can
@@ -507,8 +509,8 @@ def _stack(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
-    """Yield the block's queries tile by tile, each with the tiles of keys that it sees, for a loop
-    that has one tile of scores in memory. Slices count from the block's first query and key."""
+    """Yield a block's queries in tiles (slices) of at most `size`, each with the tiles of keys that
+    they see (slice and block). Slices count from the block's first query and first key."""
     for q_start in range(block.q_start, block.q_stop, size):
         rows = slice(q_start - block.q_start, min(q_start + size, block.q_stop) - block.q_start)
         tiles = key_tiles(block, q_start, size)

@@ -67,7 +67,7 @@ class AttentionCall:
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
         """Return whether a fused kernel may merge a block's result `part` into the chunk's result
-        `whole`: it needs the result for all of the chunk's queries."""
+        `whole`: the device needs such kernels, and the block all of the chunk's queries."""
         return self.fused and part.shape == whole.shape and fused_for(part.device, part.dtype)
 
     @property
@@ -117,7 +117,7 @@ def attend_blocks(
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of a chunk over all its blocks of keys, without sinks. out of several
-    blocks has the accumulate dtype; with `narrow` it may be rounded to q's dtype with the last
+    blocks has the accumulate dtype, or with `narrow` q's dtype if a fused kernel merges the last
     block. A query that sees no key of this rank has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
     if not call.fused and any(_visits(call)):
@@ -135,9 +135,9 @@ def attend_earlier(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention to earlier keys into `attended` (out, lse) and return the result. An out in
-    the accumulate dtype changes in place, without a copy. With `narrow` out may be rounded to q's
-    dtype with the last block."""
+    """Merge attention to earlier keys into `attended` (out, lse), and return the result. An out in
+    the accumulate dtype is changed in place. With `narrow` the result's out has q's dtype if a
+    fused kernel merges the last block."""
     joined, visits = _Joined(call, *attended), list(_visits(call))
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
@@ -166,7 +166,7 @@ def attend_backward(
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of the chunk's q, k, v and sinks, in the accumulate dtype; with
-    `narrow`, dq may be rounded to the dtype of q with its last part.
+    `narrow`, dq has q's dtype if a fused kernel adds its last part.
 
     `attended` is the result of `attend`. dk and dv are gradients of the chunk's own keys; gradients
     of earlier keys go to `key_values.add_gradient`.
@@ -192,23 +192,23 @@ def attend_earlier_backward(
     attended: tuple[Tensor, Tensor],
     key_values: KeyValues,
 ) -> Tensor:
-    """Return the part of dq (accumulate dtype) that comes from earlier keys. These keys' gradients
-    go to `key_values.add_gradient`; `attended` covers all keys."""
+    """Return the part of dq (accumulate dtype) that comes from earlier keys, and add these keys'
+    gradients by `key_values.add_gradient`. `attended` is (out, lse) of attention to all keys."""
     dq = _BlockSum(q, accumulate_dtype(q.dtype), call)
     _earlier_gradients(call, BackwardQueries(dout, q, *attended), key_values, dq)
     return dq.total().to(dq.dtype)
 
 
 class _Joined:
-    """Running out and lse of a softmax over several blocks. Up to two blocks' results for all
-    queries wait, to be merged by one kernel."""
+    """Running out and lse of a softmax over several blocks. A result for all of the chunk's queries
+    waits for a second one, so that one kernel merges both."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Merge a block's out and lse; with the last block, out may be rounded to dtype `last`."""
+        """Merge a block's out and lse. For the last block, `last` is the dtype that out may get."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:
@@ -226,8 +226,9 @@ class _Joined:
 
 
 class _BlockSum:
-    """Sum of a gradient over several blocks. The first block's gradient, if of full size, becomes
-    the sum without a copy, since kernels return new tensors. One kernel adds two of full size."""
+    """Sum of a gradient over several blocks. The first block's gradient, if it has the sum's shape,
+    becomes the sum without a copy, since kernels return new tensors. Later ones of that shape wait
+    for a second one, so that one kernel adds both."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, call: AttentionCall) -> None:
         self.like, self.dtype, self.call = like, dtype, call
@@ -236,7 +237,7 @@ class _BlockSum:
 
     def add(self, part: Tensor, rows: slice, start: int, *, last: bool = False) -> None:
         """Add a block's gradient at the batch rows `rows` and from token `start` on. With the
-        `last` gradient, the sum may be rounded to the inputs' dtype."""
+        `last` gradient, the sum may get the inputs' dtype."""
         if self.sum is None and part.shape == self.like.shape:
             self.sum = part
             return
@@ -291,8 +292,8 @@ def _gradients(
     *,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv summed over the blocks of a visit, and add dq to its sum, which may be
-    rounded if this is the `last` visit."""
+    """Return dk and dv summed over the blocks of a visit, and add the blocks' dq to `dq`, whose sum
+    may get the inputs' dtype if this is the `last` visit."""
     dk, dv = (_BlockSum(x[visit.rows], dq.dtype, call) for x in (keys, values))
     # A visit of several row ranges has all rows, so its rows count from 0.
     first_row = visit.rows.start
@@ -364,8 +365,8 @@ def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
 
 def _visits(call: AttentionCall) -> Iterator[_Visit]:
     """Yield the reads of earlier keys that the chunk needs, in ascending order. Blocks with
-    overlapping key ranges share a read, so each range is read once, for all documents and tiles of
-    windows. Blocks end at multiples of kv_block, and so does each read."""
+    overlapping key ranges share a read, so no key is read twice, even if several documents or tiles
+    of a window see it. Blocks and reads end at multiples of kv_block."""
     for blocks in overlapping(b for b in call.blocks if b.k_start < call.own_start):
         start, stop = min(b.k_start for b in blocks), max(b.k_stop for b in blocks)
         ranges = {(b.row_start, b.row_stop) for b in blocks}

@@ -32,7 +32,7 @@ class FarAttention(Protocol[Keys]):
         """Prepare for `attend`: start fetching far keys that are already known to be needed."""
 
     def note(self, k: Tensor) -> None:
-        """Record the chunk's own keys k [C, B, Hk, D], which were just written to their buffer."""
+        """Record the chunk's own keys k [C, B, Hk, D], just written to the buffer of keys."""
 
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
@@ -60,16 +60,18 @@ class FarRun(Protocol[Keys]):
         """Return the far attention of a cell's forward; None if its layer's attention is dense."""
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
-        """Return those of a chunk's blocks whose keys are near the chunk, at token `start`."""
+        """Return the blocks of the chunk at token `start` that have keys near the chunk."""
 
     @property
     def seen(self) -> Callable[[], "Seen"] | None:
-        """Function that waits for the measured share of attention weight; None: not measured."""
+        """Function that waits for the measured share of attention weight and returns it; None if no
+        cell is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """Shares of dense attention's weight on keys that sampled queries see, over all heads."""
+    """Share of dense attention's weight on the keys that a query sees: mean and minimum over
+    sampled queries and all heads."""
 
     mean: float
     minimum: float

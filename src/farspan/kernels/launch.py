@@ -21,7 +21,8 @@ TILE = 4096  # elements of a program at one time: 32 a thread of 4 warps
 
 
 class Rows(NamedTuple):
-    """Kernel argument: a tensor of vectors with inner stride 1; three indices select a vector."""
+    """Kernel argument: a tensor of vectors with inner stride 1, and the strides of the three
+    indices that select a vector."""
 
     base: Any
     first: int
@@ -39,8 +40,8 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors and the sizes of its inner two indices, all
-    `veiled`."""
+    """Kernel argument: the number of vectors, and the sizes of their second and third index, all
+    encoded by `veiled`."""
 
     rows: int
     second: int
@@ -81,7 +82,7 @@ _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default
 
 @contextmanager
 def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Run the body, and call `hear` with each kernel launch on the meta device."""
+    """Run the body, and call `hear` with each kernel that would be launched on the meta device."""
     token = _launched.set(hear)
     try:
         yield
@@ -134,9 +135,9 @@ def heads_of(x: Tensor) -> Heads:
 
 
 def veiled(size: int) -> int:
-    """Encode an integer as 16 size + 2, which kernels decode. Triton compiles a kernel again for
-    integers that are 1 and for multiples of 16, in tuples even despite `do_not_specialize`. The
-    code is never either, so one kernel serves chunks of all lengths."""
+    """Encode an integer as 16 size + 2, which kernels decode, so that one compiled kernel serves
+    chunks of all lengths: Triton compiles again for integers that are 1 and for multiples of 16 (in
+    tuples despite `do_not_specialize`), and the code is never one of these."""
     return 16 * size + 2
 
 
@@ -151,8 +152,8 @@ def warps_of(elements: int, each: int, most: int = 16) -> int:
 
 
 def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
-    """Return tensors with equal leading dimensions as `Rows`, for which the same three indices
-    select corresponding vectors.
+    """Return tensors with equal leading dimensions as `Rows`, in which the same three indices
+    select corresponding vectors, and the sizes of these indices.
 
     A tensor may lack the last dimension: each of its rows is one number, and its strides, which
     depend on the length of a chunk, are veiled. With `ordered`, neighbours in the first tensor's

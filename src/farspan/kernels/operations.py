@@ -50,7 +50,7 @@ class Norm(NamedTuple):
 
 
 class NormShape(NamedTuple):
-    """Sizes and settings that the norm kernels are compiled for."""
+    """Sizes and settings for which the norm kernels are compiled."""
 
     width: int
     padded: int
@@ -111,7 +111,8 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
 def norm_backward_launch(
     dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """Return the launch of a norm's backward, and the sums of dweight, fp32 [programs, width]."""
+    """Return the launch of a norm's backward, and the tensor for its sums of dweight, fp32 [Triton
+    programs, width]."""
     (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
     shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
@@ -132,7 +133,7 @@ def norm_backward_launch(
 
 @cache
 def _places(device: torch.device) -> int:
-    """Return how many programs of a norm's backward run on the device at the same time."""
+    """Return how many Triton programs of a norm's backward run on the device at the same time."""
     if device.type != "cuda":
         return ROWS_OF_DWEIGHT
     return ROWS_OF_DWEIGHT * torch.cuda.get_device_properties(device).multi_processor_count
@@ -205,7 +206,8 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
 def swiglu_backward(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup, contiguous, in gate's dtype; in between only act(gate) is rounded."""
+    """Return dgate and dup, contiguous, in gate's dtype. Of the values between, only act(gate) is
+    rounded to that dtype."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -219,7 +221,7 @@ def swiglu_again(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `swiglu`'s result and the gradients of gate and up, all contiguous, for a backward
-    that needs the forward's result again; it costs one more write than `swiglu_backward`."""
+    that needs the result again; this writes one tensor more than `swiglu_backward`."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -232,7 +234,7 @@ def swiglu_again(
 
 
 def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
-    """Return the launch of a gate kernel: a contiguous tensor is one line, others one per row."""
+    """Return the launch of a gate kernel; contiguous tensors are passed as one row."""
     dense = all(x.is_contiguous() for x in tensors.values())
     shape = next(iter(tensors.values())).shape
     width = shape.numel() if dense else shape[-1]
@@ -445,7 +447,7 @@ FP32 = (torch.float32,)
 
 
 class JoinShape(NamedTuple):
-    """Sizes that the kernels of `merge_` and `add_` are compiled for."""
+    """Sizes for which the kernels of `merge_` and `add_` are compiled."""
 
     width: int
     padded: int

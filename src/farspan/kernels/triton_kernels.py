@@ -51,8 +51,8 @@ def row_offsets(x, row, sizes):
 
 @triton.jit
 def number_offsets(x, row, sizes):
-    """Return the offsets, in elements, of the numbers of vectors `row` [n] in a tensor with one
-    number per vector, whose strides are encoded (`launch.veiled`)."""
+    """Return the offsets, in elements, of the entries `row` [n] of a tensor that has one number per
+    vector, and strides encoded by `launch.veiled`."""
     i = _indices(row, sizes)
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 
@@ -155,7 +155,8 @@ def _store_block(x, row, column, mask, values):
 
 @triton.jit
 def _block(width, block: tl.constexpr):
-    """Return row, columns (int64) and mask of a program's block; a contiguous tensor is one row."""
+    """Return the row, columns (int64) and mask of the elements that a Triton program computes; a
+    contiguous tensor is one row."""
     blocks = tl.cdiv(width, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)

@@ -251,8 +251,8 @@ def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
-    """Cut the keys that `size` queries from `q_start` on see in a block into tiles of `size` keys.
-    A tile is causal or windowed only where that hides a key."""
+    """Return tiles of `size` keys, with the keys that `size` of the block's queries, from `q_start`
+    on, see. A tile is causal or windowed only where that hides a key."""
     q_stop = min(q_start + size, block.q_stop)
     low = block.k_start
     if block.window is not None:
@@ -305,8 +305,8 @@ def _earlier_keys(
 
 
 def cut_at_window(block: Block, window: int) -> Iterator[Block]:
-    """Yield a block of the queries whose window holds all keys, then one of the queries that see
-    only the last keys.
+    """Yield one block of the queries whose window contains all of the block's keys, then one of the
+    queries that see only the last keys.
 
     The second block has at least as many keys as queries, which flash attention needs; a single
     query of the first block does not change that and is not worth a call.
@@ -351,7 +351,8 @@ def _between(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Range of token positions [start, stop) that a rank holds; position p is row p - shift."""
+    """Range of token positions [start, stop) whose keys a rank holds; the key at position p is row
+    p - shift of the rank's keys."""
 
     start: int
     stop: int
@@ -363,7 +364,8 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Token positions whose keys a rank holds: a range of each chunk, ascending, maybe empty."""
+    """Token positions whose keys a rank holds: a range of each chunk, which may be empty, in
+    ascending order."""
 
     ranges: tuple[Range, ...]
 
@@ -398,7 +400,7 @@ def plan_held_blocks(
     held: Held | None = None,
 ) -> tuple[Block, ...]:
     """Return blocks that cover the attention of queries [q_start, q_stop) to the keys that a rank
-    holds, in the coordinates of `Block`.
+    holds, numbered as `Block` describes.
 
     Every visible (row, query, held key) is in exactly one block; a query that sees no held key is
     in none. Rows before q_start's are cut at multiples of `kv_block`. q_start may equal q_stop. For
@@ -413,7 +415,8 @@ def plan_held_blocks(
 
 
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
-    """Cut blocks of all keys (`plan_blocks`) to the keys of one rank, in `Block`'s coordinates."""
+    """Cut blocks of all keys (from `plan_blocks`) to the keys that one rank holds, numbered as
+    `Block` describes."""
     pieces, found = held.pieces(), list[Block]()
     for block in blocks:
         if block.causal:
@@ -443,8 +446,8 @@ def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
 def _in_window(
     block: Block, held: Held, pieces: Sequence[_Piece], kv_block: int
 ) -> Iterator[Block]:
-    """Yield blocks of the earlier keys that a rank holds: for each held range one of the keys that
-    only some queries see, then rectangles of the keys that all queries see."""
+    """Yield blocks of a windowed block's keys that a rank holds: first, by held range, of the keys
+    that only some queries see, then of the keys that all queries see."""
     assert block.window is not None, block
     by_all = max(block.k_start, min(block.k_stop, block.q_stop - block.window))
     for piece in _between_held(pieces, block.k_start, by_all):
@@ -466,7 +469,7 @@ def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
 
 
 def _to_rows(block: Block, shift: int) -> Block:
-    """Return a block of one held range in the coordinates that `Block` describes."""
+    """Return a block of one held range, renumbered as `Block` describes."""
     keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
     if not block.causal and block.window is None:
         return keys

@@ -182,7 +182,8 @@ class Costs:
 
 
 def costs_of(model: ModelSpec) -> Costs:
-    """Return the multiplications of all decoder layers, without the head, which one stage has."""
+    """Return the multiplications of all decoder layers, without the head, which only one pipeline
+    stage has."""
     widths: dict[int | None, int] = {}
     for layer in model.layers:
         width = layer.query_heads * (layer.head_dim + layer.value_dim)

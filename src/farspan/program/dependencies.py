@@ -88,7 +88,7 @@ Access = tuple[Lane, str, int, bool]  # the lane, buffer and place, and whether 
 
 @dataclass(slots=True)
 class _RegisterWalk:
-    """Pass over a program that tracks the buffers of which each register is a view."""
+    """Pass over a program that tracks the buffers of which each register (hidden[i]) is a view."""
 
     program: Program
     hidden: dict[int, tuple[Place, ...]] = field(default_factory=dict)
@@ -224,7 +224,8 @@ class _RegisterWalk:
         return found
 
     def _chosen(self, prefix: str, place: Place) -> list[Access]:
-        """Return the reads of chosen page numbers, by the cell and the lane that gathers pages."""
+        """Return the reads of the buffer of chosen page numbers: by the cell and, if the pages are
+        on the host, by the lane that fetches them."""
         return [(lane, *place, False) for lane in {COMPUTE, self._reader(prefix)}]
 
     def _backward(self, i: Backward) -> list[Access]:
@@ -300,7 +301,7 @@ _WRITING = {
 
 
 class Wait(NamedTuple):
-    """A lane to wait for, and the instruction that it must have finished by then."""
+    """A lane to wait for, and the latest of its instructions that must have finished."""
 
     lane: Lane
     instruction: int
@@ -366,9 +367,9 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Derivation:
-    """Derivation of waits, instruction by instruction. Invariant: `known[x][y]` is the latest
-    instruction of lane y that lane x has waited for, directly or through other lanes; `then[x][i]`
-    is a copy of `known[x]` from when x had finished its part of instruction i."""
+    """Derivation of waits, instruction by instruction. `known[x][y]` is the latest instruction of
+    lane y that lane x has waited for, directly or through other lanes; `then[x][i]` is what
+    `known[x]` was when lane x had finished its part of instruction i."""
 
     program: Program
     hazards: frozenset[Hazard]
@@ -432,7 +433,7 @@ class _Derivation:
         return tuple(found)
 
     def _implied(self, other: Lane, after: list[int], new: list[Lane]) -> bool:
-        """Return whether the waits for other lanes in `new` imply the wait for lane `other`."""
+        """Return whether waits for the other lanes in `new` imply the wait for lane `other`."""
         return any(
             self.then[third][after[third]][other] >= after[other]
             for third in new
@@ -523,7 +524,8 @@ class TiledCells:
         return (self.tile,) * full + (rest,) * bool(rest)
 
     def has_tiles(self, i: Forward | Backward) -> bool:
-        """Return whether the cell runs on tiles: it is longer than one and saves no graph."""
+        """Return whether a cell runs on tiles: it has more tokens than a tile and saves no
+        graph."""
         if self.tile is None or self._tokens(i) <= self.tile:
             return False
         return not (i.kept if isinstance(i, Forward) else i.activations is not None)
@@ -533,7 +535,8 @@ class TiledCells:
         return stop - start
 
     def skips(self, i: Forward) -> bool:
-        """Return whether a forward skips its MLP's last product, since no instruction reads it."""
+        """Return whether a forward cell skips the last product of its MLP, because no instruction
+        reads the cell's output."""
         if not self.has_tiles(i) or not i.graph or (i.layer, i.chunk) not in self.unread:
             return False
         return self.program.model.layers[i.layer].work.skippable

@@ -54,7 +54,7 @@ class Far:
         return self.batch * self.kv_heads * self.query_pages * self.chosen
 
     def units(self, most_units: int) -> int:
-        """Return the largest number of units (K, V of a page) in a slab of the chunk."""
+        """Return the most units (K, V of a page) in one of the chunk's slabs (blocks of pages)."""
         owners = self.batch * self.kv_heads
         return min(most_units, owners * min(self.candidates, self.query_pages * self.chosen))
 
@@ -87,13 +87,13 @@ def far_of(
 
 
 def slab_units(slab_bytes: int, page: int, dims: int, width: int) -> int:
-    """Return how many units (K, V of a page) fit into a slab of `slab_bytes`. `dims` are the
-    elements of a key and a value together, `width` the bytes of an element."""
+    """Return how many units (K, V of a page) fit into a slab (gathered block) of `slab_bytes`.
+    `dims` are the elements of a key and a value together, `width` the bytes of an element."""
     return max(1, slab_bytes // (page * dims * width))
 
 
 def most_units_of(far: Far) -> int:
-    """Return the largest number of units (K, V of a page) gathered at once, in one slab."""
+    """Return the most units (K, V of a page) in any slab, a block of pages gathered at once."""
     return slab_units(SLAB_BYTES, far.page, far.head_dim + far.value_dim, far.width)
 
 

@@ -77,8 +77,8 @@ class Layout:
 
 
 def sequence_layout(model: ModelSpec, devices: int) -> Layout:
-    """Return a layout whose `devices` share every sequence: by heads as far as the number of K, V
-    heads allows, the rest by each chunk's K, V. Recurrent layers become a pipeline."""
+    """Return a layout whose `devices` share every sequence: by heads (Ulysses) as far as the number
+    of K, V heads allows, then by shards of each chunk's K, V. Recurrent layers get a pipeline."""
     if model.is_recurrent():
         return Layout(pipeline=devices)
     ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
@@ -231,7 +231,7 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with `row` filled in for recurrent states: elements per token in buffers.
+    """Return the model with the `row` of recurrent states set: elements per token in buffers.
     Raises UnsupportedError for a chunk of one token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
@@ -322,15 +322,16 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
 
 
 def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
-    """Return the rows of saved activations that a rank reserves for each chunk: an equal share,
-    rounded up. A rank saves rows of its own tokens, and rows of its heads for tokens of other
-    ranks; each takes at most as much as its own tokens with all heads."""
+    """Return the rows that a rank reserves for each chunk's saved activations: an equal share of
+    the chunk's tokens, rounded up. That is enough for the rank's own tokens with all heads, and for
+    the rank's heads of other ranks' tokens, which take no more."""
     sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
-    """Return how many of a chunk's tokens each Ulysses peer has, together with its tensor peers."""
+    """Return, for each Ulysses peer, how many of a chunk's tokens the peer has together with its
+    tensor-parallel peers."""
     held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
     return tuple(stop - start for start, stop in held)
 
@@ -346,8 +347,8 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with the tensors that cells save in addition if Ulysses exchanges heads: the
-    output projection reads attention's output by tokens, but the output is saved by heads."""
+    """Return the model with what cells save in addition if Ulysses exchanges heads: attention's
+    output by tokens, which the output projection reads, besides the output by heads."""
     if layout.ulysses == 1:
         return model
     layers = (
@@ -408,7 +409,7 @@ class Parallel:
             )
 
     def asked(self) -> int:
-        """Number of ranks that the axes need; if `data` is null, a multiple of it may run."""
+        """Number of ranks that the axes need; with a null `data`, any multiple of this may run."""
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
@@ -434,8 +435,9 @@ Given = Parallel | Auto | None  # `parallel` of a run file
 
 
 def check_ranks(parallel: Given, ranks: int | None) -> Given:
-    """Return a run file's `parallel` with `data` filled in for the number of started ranks (None
-    without a launcher). Raises UnsupportedError if `parallel` needs another number of ranks."""
+    """Return a run file's `parallel`, with a null `data` set to the replicas that `ranks` started
+    ranks make (None: no launcher). Raises UnsupportedError if the axes need another number of
+    ranks."""
     if isinstance(parallel, Parallel):
         try:
             return replace(parallel, data=parallel.layout(ranks or 1).data)

@@ -107,8 +107,8 @@ class Ledger:
         cell_bytes: int,
         cell_row: int = 0,
     ) -> None:
-        """Open a buffer of raw bytes with a cell for each chunk in `cells`, on the schedule's tier
-        for this kind of tensor. `Buffer` explains `cell_row`."""
+        """Open a buffer of raw bytes with room for what the layer's cells of the chunks `cells`
+        save, on the schedule's tier for this kind of tensor. `Buffer` explains `cell_row`."""
         tier = RESIDENCY[kind].tier_of(self.schedule)
         rows = rows_of(self.share, kind)[cells.start : cells.stop]
         start, stop = (rows[0][0], rows[-1][1]) if rows else (0, 0)
@@ -135,7 +135,7 @@ class Ledger:
         self.instructions.append(Allocate(name))
 
     def allocate_cell_slots(self, kind: Kind, cell_bytes: int) -> None:
-        """Open device buffers that any layer may use, with room for one cell each."""
+        """Open device buffers that any layer may use, each with room for what one cell saves."""
         for ring in RESIDENCY[kind].slots:
             for name in ring:
                 size = aligned(cell_bytes)

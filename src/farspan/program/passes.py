@@ -77,8 +77,8 @@ class Group:
             self.graphs = range(0)  # the backward follows at once, so nothing is saved
 
     def gather(self, then: int | None) -> None:
-        """Gather the group's weights unless they are gathered: for one pass, or two consecutive
-        ones. Weights in main memory are fetched, with those of group `then`, whose pass is next."""
+        """Gather the group's weights, unless the pass before this one has gathered them. Weights in
+        main memory are fetched instead, with those of group `then`, whose pass is next."""
         if self.streams:
             self._fetch_weights(then)
             return
@@ -193,8 +193,8 @@ class Group:
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
         """Return the bytes of activations that the layer saves for one chunk. If chunks are equal,
-        a shorter last chunk takes as many bytes as others. O and LSE count unless another buffer is
-        sure to hold them; the layer's input counts unless it is saved between groups."""
+        a shorter last chunk takes as many bytes as others. O and LSE count unless another buffer
+        certainly holds them; the layer's input counts unless it is saved between groups."""
         ledger = self.ledger
         start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return a cell's bytes per token, by which cells of shorter chunks are smaller."""
+        """Return the bytes by which saved tensors shrink for each token that a chunk is shorter."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
@@ -273,7 +273,7 @@ class GroupPasses(Group):
     # -- the group's input and output ---
 
     def enter(self, chunk: int) -> None:
-        """Emit what puts the group's input for one chunk into the register hidden[first layer]."""
+        """Emit the instructions that set hidden[first layer] to the group's input for one chunk."""
         if self.index == 0:
             self.ledger.emit(Embed(chunk))
             return
@@ -290,7 +290,8 @@ class GroupPasses(Group):
         self.ledger.emit(Load(self.layers[0], chunk, self.entered))
 
     def leave(self, chunk: int) -> None:
-        """Emit what saves the group's output for one chunk, or sends it to the next stage."""
+        """Emit instructions that save the group's output for one chunk, or send it to the next
+        stage."""
         if self.is_stage and not self.is_last:
             self.ledger.emit(Send(self.top + 1, chunk))
             return
@@ -302,7 +303,7 @@ class GroupPasses(Group):
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
-        """Emit what puts the gradient of the group's output into the register gradient[top + 1],
+        """Emit the instructions that set gradient[top + 1] to the gradient of the group's output,
         from which the backward of `top`, the group's last layer, starts."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
@@ -319,7 +320,8 @@ class GroupPasses(Group):
             self.ledger.emit(LoadGradient(self.top + 1, chunk, place))
 
     def leave_backward(self, chunk: int) -> None:
-        """Emit what passes the gradient of the group's input to layers below or the embedding."""
+        """Emit the instructions that pass the gradient of the group's input to the group below, or
+        to the embedding."""
         if self.index == 0:
             self.ledger.emit(EmbedBackward(chunk))
             return

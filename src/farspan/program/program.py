@@ -333,8 +333,8 @@ def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
 
 
 def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:
-    """Return the bytes that a step derives from a batch: targets, and positions, which all
-    sequences share unless documents are separate. The caller has ids, labels and documents."""
+    """Return the bytes that a step makes from a batch: targets, and positions, which all sequences
+    share unless documents are separate. The caller's ids, labels and documents do not count."""
     return INDEX_BYTES * tokens * (batch + (batch if documents else 1))
 
 
@@ -379,7 +379,7 @@ def activation_cell_bytes(
     sharers: int = 1,
 ) -> int:
     """Return the bytes of activations that one cell saves, without K and V. O and LSE, if included,
-    count for all heads, though `layer` has only the heads of one of `sharers` ranks."""
+    have all heads, though `layer` has only those of one of `sharers` ranks."""
     row = activation_row_bytes(model, layer, with_attention, sharers)
     # A recurrent layer's constant is the rounding of its scan and its states, per sequence.
     constant = layer.activation_constant * (batch if layer.state else 1)
@@ -395,13 +395,14 @@ def activation_row_bytes(
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Return the bytes of each cell in a buffer, by its chunk's rows (see `Buffer.cell_row`)."""
+    """Return the bytes of each cell's saved tensors in a buffer, by chunk (see
+    `Buffer.cell_row`)."""
     lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 
 
 def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
-    """Return the byte range of a chunk's cell in a buffer; a shared buffer has only one cell."""
+    """Return the byte range of a cell's saved tensors in a buffer; a slot holds one cell's only."""
     if buffer.layer < 0:
         return 0, buffer.cell_bytes
     rows = program.share.cells

@@ -172,7 +172,7 @@ def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
 
 
 def parts_of(rank: Rank, chunk: tuple[int, int]) -> list[int]:
-    """Return, for each rank along `shards`, the number of a chunk's tokens whose K, V it holds."""
+    """Return, for each rank along the axis `shards`, how many of a chunk's K, V rows it holds."""
     peers = (Rank(rank.layout, number) for number in rank.peers("shards"))
     ranges = (peer.tokens(chunk, "tensor", "ulysses") for peer in peers)
     return [stop - start for start, stop in ranges]
@@ -201,9 +201,9 @@ def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piec
 
 
 def exposed(into: float, work: float, out: float, count: int) -> float:
-    """Return the seconds by which exchanges of heads lengthen `work` seconds of attention. `into`
-    seconds come before it and `out` seconds after it; all three are cut into `count` equal pieces,
-    so one piece's exchange overlaps with another's work."""
+    """Return the seconds by which exchanges of heads lengthen attention that takes `work` seconds.
+    The exchange before attention takes `into` seconds, the one after it `out`; all three are cut
+    into `count` equal pieces, so one piece is exchanged while another is computed."""
     done, link = 0.0, into
     for place in range(1, count + 1):
         done = max(done, place * into / count) + work / count

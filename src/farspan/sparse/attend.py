@@ -59,10 +59,10 @@ class FarKernel(Protocol):
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
         """Return the votes of queries for candidate pages, in fp32 or wider, as `sparse.pages.vote`
-        defines them, or `vote_refined` if superpages were ranked."""
+        does, or as `vote_refined` does if superpages (16 pages each) were ranked."""
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        """Return each superpage's largest score for a page of queries, as
+        """Return the largest score that each page of queries has for each superpage (16 pages), as
         `sparse.pages.largest_scores` does. A superpage has `each` keys and `call.page` tokens."""
 
     def forward(
@@ -80,7 +80,7 @@ class FarKernel(Protocol):
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
         """Add the gradient of q to `dq` (accumulate dtype), and those of the chosen pages' keys and
-        values to the pages' totals, by `pages.sums` and `pages.add` or in place."""
+        values to these pages' totals, in place or by `pages.sums` and `pages.add`."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -150,8 +150,9 @@ def compare(
     representatives: Tensor,
     candidates: Candidates,
 ) -> tuple[Tensor, Candidates]:
-    """Return the votes of queries for candidate pages, and the candidates that the columns stand
-    for. If there are many, superpages are ranked first, and only pages of the best are compared."""
+    """Return the votes of queries for candidate pages, and `candidates` with the pages for which
+    the votes have columns. If there are many pages, superpages (16 pages each) are ranked first,
+    and only pages of the best superpages are compared."""
     count = sparse.refined(len(candidates.pages))
     if count:
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
@@ -242,9 +243,8 @@ def seen_mass(
 ) -> Tensor:
     """Return which share of dense attention's mass sampled queries see with sparse attention: mean
     and minimum, [2] in the accumulate dtype, without a wait of the CPU. `tokens` are the samples'
-    places in a chunk with queries q [B, H, C, D], keys `k` and sparse `lse`. `spans` are ascending
-    ranges that cover all earlier keys, which `key_values` reads once each: with K on host that
-    costs as much transfer as dense attention, so measure rarely."""
+    places in a chunk with queries q [B, H, C, D], keys `k` and the `lse` of sparse attention.
+    `spans` are ascending ranges of keys, which cover all earlier ones."""
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
     few, position = q[:, :, sample].to(dtype), sample + call.near.q_start
@@ -256,6 +256,7 @@ def seen_mass(
         everything = everything.logaddexp(sinks.to(dtype)[:, None])
     own = call.near.q_start, call.near.q_start + k.shape[2]
     for start, stop in (*spans, own):
+        # With K on host, this costs as much transfer as dense attention: measure rarely.
         keys = k if start == own[0] else key_values.keys(start, stop)[0]
         # The heads of a group stacked: their keys are read once, not copied for each.
         stacked = few.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)

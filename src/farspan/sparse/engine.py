@@ -75,8 +75,8 @@ ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
 @dataclass(slots=True)
 class Means:
-    """The keys that represent a layer's pages in votes, mean keys or those of an index, in a buffer
-    with a part for each chunk (`engine.buffers.ProgramBuffers.cells`)."""
+    """Keys that stand for a layer's pages when queries vote: mean keys, or an index's projections,
+    in a buffer with a part for each chunk (`engine.buffers.ProgramBuffers.cells`)."""
 
     cells: Tensor  # [chunks, n * R, B, Hk, D], n pages of a full chunk, R mean keys of each
     tokens: int  # tokens per mean
@@ -96,7 +96,7 @@ class Means:
 
 @dataclass(slots=True)
 class _PageSlot:
-    """Device memory for a slab (a block of gathered pages), with the events of the present slab."""
+    """Device memory for a slab (block of gathered pages), with CUDA events of its present slab."""
 
     name: str
     arrived: Any = None  # event: the slab has arrived
@@ -106,15 +106,15 @@ class _PageSlot:
 
 @dataclass(slots=True)
 class PageSlots:
-    """The slots, each device memory for a slab (a block of gathered pages), which cells use in
-    turn; and each cell's number of chosen units, for which the CPU waits only once per cell."""
+    """Device memory for slabs (blocks of gathered pages), as slots that cells use in turn; and each
+    cell's number of chosen units (K, V of a page), for which the CPU waits once per cell."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and chunk
 
     def take(self) -> _PageSlot:
-        """Return the next slot to fill. Fetches wait until its present slab is no longer used."""
+        """Return the next slot; the fetch lane waits until the slab in it is no longer used."""
         self.ring.rotate(-1)
         slot, copies = self.ring[-1], self.storage.copies
         copies.wait(Lane.FETCH, slot.read, Hazard.STILL_READ)
@@ -367,8 +367,8 @@ class SparseStep:
 
 
 def selector_of(custom: GivenSelector | None, schedule: Schedule) -> Selector:
-    """Return a step's selector: the user's, or else `TopK` with the schedule's budget. Raises
-    UnsupportedError for an index that is missing, not scheduled, or unable to learn."""
+    """Return the user's selector, or `TopK` with the schedule's budget. Raises UnsupportedError for
+    an index that is missing or not in the schedule, or that cannot learn from keys on host."""
     sparse = schedule.sparse
     assert sparse is not None, "attention is sparse"
     if sparse.indexed != isinstance(custom, Index):
@@ -488,7 +488,8 @@ class SparseCell:
 
 
 def _keep(choice: Tensor, buffer: Tensor) -> None:
-    """Store chosen pages [B, Hk, M, k'] in [B, Hk, M, k]. Raises UnsupportedError beyond k."""
+    """Store chosen pages [B, Hk, M, k'] in a buffer [B, Hk, M, k], padded by -1. Raises
+    UnsupportedError if there are more than k."""
     width, most = choice.shape[3], buffer.shape[3]
     if width > most and bool((choice[..., most:] >= 0).any()):
         raise UnsupportedError(

@@ -116,7 +116,7 @@ PageKernel = FlashPages | PlainPages
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows (queries of a page) of a slab that are attended at one time, with equally many pages."""
+    """Rows (queries of a page) of a slab that attend in one call, with equally many pages each."""
 
     places: tuple[Tensor, Tensor, Tensor]  # their indices in [B, Hk, M, ...], each [x]
     index: Tensor  # [x, k]: their units
@@ -137,10 +137,10 @@ class _Part:
             total[self.places] = x
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add gradients of the rows' pages [x, 1, k * P, D] to the slab's sums [U, P, D].
-        Deterministic on either device: on CUDA by index_put_, which sorts; on CPUs by index_add_,
-        which is deterministic there and 15 times as fast as a sort and sums of segments."""
+        """Add gradients of the rows' pages [x, 1, k * P, D] to the slab's sums [U, P, D], always in
+        the same order."""
         gradients = part.to(total.dtype).reshape(-1, *total.shape[1:])
+        # Both are deterministic: index_put_ sorts; index_add_ is so on CPUs, and 15 times faster.
         if total.device.type == "cpu":
             total.index_add_(0, self.index.flatten(), gradients)
         else:
@@ -265,7 +265,7 @@ class Gathered:
     def _parts(
         self, of_slab: _SlabRows, slab: Slab, queries: Tensor, *, backward: bool
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the indices of each part's query rows, and whether to mask them."""
+        """Yield the indices of query rows that attend in one call, and whether to mask them."""
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
             queries.shape[3],

@@ -76,7 +76,7 @@ class LayerIndex:
         return projected.transpose(0, 1).unflatten(0, k.shape[:2])
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Project q [B, H, T, D] and k [B, Hk, T, D] of a sequence to the dims of the index."""
+        """Return q [B, H, T, D] and k [B, Hk, T, D], projected to the dims of the index."""
         maps = self.to(q.device, q.dtype)
         return q @ maps.queries.flatten(0, 1), k @ maps.keys
 
@@ -122,11 +122,10 @@ class Index:
     @torch.no_grad()
     def at(self, device: torch.device, dtype: torch.dtype) -> Mapping[int, LayerIndex]:
         """Return each layer's matrices on a device and in a dtype. Frozen ones are copied once for
-        all steps, and again after a change; learning ones are copied each time, because fused
-        optimizers leave `_version` as it was."""
+        all steps, and again after a change; learning ones are copied at each call."""
         now = [(id(x), 0 if x.is_inference() else x._version) for x in self.parameters()]
         before, copies, _ = self.placed.get((device, dtype), (None, {}, None))
-        if before != now or self.learns():
+        if before != now or self.learns():  # fused optimizers leave `_version` as it was
             copies = {number: maps.to(device, dtype) for number, maps in self.layers.items()}
             self.placed[device, dtype] = (
                 now,
@@ -314,9 +313,9 @@ PLACES = 4  # positions in a context at which a text is read
 def principal_index(
     model: nn.Module, input_ids: Tensor, dim: int, context: int | None = None
 ) -> Index:
-    """Return an index to start training from. Its `dim` dims are those in which the products of
-    queries and keys on a text, input_ids [B, T], vary most, for each key head and the query heads
-    that share it.
+    """Return an index to start training from. For each key head and the query heads that share it,
+    the index's `dim` dims are those in which products of queries and keys vary most on a text,
+    input_ids [B, T].
 
     With second moments A of queries and C of centred keys, the singular values of A^(1/2) C^(1/2)
     measure the share of a dim; terms that all keys of a query share do not matter. Rotary embedding
@@ -367,7 +366,8 @@ def principal_index(
 
 @dataclass(slots=True)
 class _Moments:
-    """Second moments of a layer's queries and keys over readings of a text, in float64."""
+    """Second moments of a layer's queries and keys in a forward of a text, or their sums over
+    several forwards, in float64."""
 
     group: int
     queries: Tensor  # means of products of a query's elements, [Hk, D, D]
@@ -382,7 +382,7 @@ class _Moments:
         return cls(group, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1], k.mean(1, keepdim=True))
 
     def add(self, other: Self) -> None:
-        """Add another reading's moments; `principal` divides the sums to get means."""
+        """Add the moments of another forward; `principal` divides the sums to get means."""
         self.queries += other.queries
         self.keys += other.keys
         self.key += other.key
@@ -407,5 +407,6 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Replace a selector by `function`; an index stays, and `function` reads the index's votes."""
+    """Return `function` in place of a selector; for an index, return the index with `function`,
+    which then reads the index's votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

@@ -84,9 +84,9 @@ LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """For each page the query pages that chose it: pairs (visits) ordered by batch row b, KV head h
-    and slot (place of the page in the buffer), then by query page. Row r = (b * Hk + h) * S + slot
-    has visits [starts[r], starts[r + 1]). int32, on the device of the choice."""
+    """For each page the query pages that chose it. Row r = (b * Hk + h) * S + slot is the page at
+    place `slot` of the buffer, for batch row b and KV head h; pairs [starts[r], starts[r + 1]) are
+    that page's visits, ordered by query page. int32, on the device of the choice."""
 
     query_pages: Tensor  # [B * Hk * M * k]; entries without a page come last
     pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
@@ -148,8 +148,8 @@ class PageTable:
 
     @cached_property
     def runs(self) -> Tensor | None:
-        """Entries that each query page reads, int32 [B, Hk, M, 2]: the first one with a page, and
-        the number from there to the last one with a page. None: all entries are read."""
+        """Entries of the choice that each query page reads, int32 [B, Hk, M, 2]: the first entry
+        with a page, and the number of entries up to the last with a page. None: all are read."""
         if self.slots is None:
             return None
         has_page = (self.choice >= 0).int()
@@ -192,7 +192,8 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError if `wrong` is true on a CPU; a GPU asserts later, without a wait."""
+    """Raise UnsupportedError if the tensor `wrong` is true; a GPU asserts it later, without a
+    wait."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -369,7 +370,7 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
 
 
 def _warps(shape: PageShape, tile: PageTile) -> int:
-    """Return the number of warps for a tile, at least 16 rows each: more would repeat work."""
+    """Return the number of warps for a tile: one per 16 rows at most, as more would repeat work."""
     shrunk = shape.tile_queries < tile.queries
     return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 

@@ -43,7 +43,7 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return addresses [rows, width] of one part of the vectors at `offset` + row, and a mask."""
+    """Return addresses [rows, width] of a part of each vector at `offset` + row, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -133,7 +133,7 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 @triton.jit
 def _product(a, b, start):
-    """Return a @ b.T + start (None: 0). With fp32, for bit-exact checks, add `start` last."""
+    """Return a @ b.T + start (None: 0). In fp32, used for bit-exact checks, add `start` last."""
     late: tl.constexpr = start is not None and a[0].dtype == tl.float32
     product = None if late else start
     for part in tl.static_range(len(a)):
@@ -150,9 +150,10 @@ def _zeros(rows: tl.constexpr, tile):
 
 @triton.jit
 def _add_product(sums, weights, tile):
-    """Return sums + weights @ tile, each part of the width by itself, the last first. With few rows
-    Triton distributes all products of a loop over warps as the last one requires. For 16 rows of 16
-    dimensions four warps would compute the same: 2.5 times the work of 128 dimensions for 80."""
+    """Return sums + weights @ tile, by parts of the tile's width (such as 80 = 64 + 16), the last
+    part first."""
+    # With few rows Triton distributes all products of a loop over warps as the last one requires.
+    # Were that 16 x 16, four warps would repeat its work: width 80 would cost 2.5 times width 128.
     weights, added = weights.to(tile[0].dtype), ()
     for part in tl.static_range(len(tile) - 1, -1, -1):
         sum_of_part = tl.dot(weights, tile[part], sums[part], input_precision="ieee")
@@ -234,9 +235,9 @@ def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
 @triton.jit
 def _row_values(rows, offset, row, fits):
     """Return what `rows_kernel` stored per query: -lse / scale, -rowsum(dO * O) and the first
-    visible key; zeros for rows outside `fits`. One load of 16 bytes per query: three tensors would
-    take three times the copies of four bytes, and their addresses. Products that start from -lse /
-    scale or -delta save the registers of a subtraction."""
+    visible key; zeros for rows outside `fits`."""
+    # One load of 16 bytes per query: three tensors would take three times the copies of four bytes,
+    # and their addresses. Products that start from these values save a subtraction's registers.
     at = rows + offset * 4 + row[:, None] * 4 + tl.arange(0, 4)[None, :]
     four = tl.load(at, mask=fits[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
@@ -288,9 +289,9 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Return the query page of tile number `step`, among the tiles of the query pages that chose a
-    page of keys. If query pages have fewer rows than a tile, tiles span several, and the result is
-    the query page of each row. After the last one comes a query page without queries."""
+    """Return the query page of tile number `step`, where tiles hold the rows of all query pages
+    that chose a page of keys. If a tile holds several query pages, return the query page of each
+    row. After the last query page comes one without queries."""
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
@@ -304,9 +305,9 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
-    """Return a tile's first row, as query head within its group and token within its query page,
-    and the offsets (head, token) of all rows from the first. The offsets are the same for all
-    tiles, except for tiles of several query pages or of parts of uneven ones."""
+    """Return a tile's first row (query head within its group, token within its query page) and all
+    rows' offsets (heads, tokens) from it: the same for all tiles, unless a tile has several query
+    pages or cuts heads unevenly."""
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)
@@ -348,8 +349,8 @@ def _owned(visits, row, start, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
-    """Add a program's sums of dK or dV to the totals of its keys. All inputs are read again
-    (`volatile`): addresses held through the loop cost 20 registers, which are not available."""
+    """Add a Triton program's sums of dK or dV to the totals of its keys."""
+    # Read again (`volatile`): addresses held through the loop would cost 20 registers too many.
     row = tl.load(visits.rows + tl.program_id(0) // tiles, volatile=True).to(tl.int64)
     start = tl.load(visits.starts + row)
     batch, kv_head, _, at, there = _owned(visits, row, start, sizes, shape)

@@ -85,8 +85,8 @@ def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
 
 
 def page_curves(bench: Bench, path: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Measure the FLOP/s of attention to chosen pages and of votes, each for one size, by name;
-    empty if farspan has no kernels for this device."""
+    """Return FLOP/s, measured at one size each, of attention to chosen pages (forward and backward)
+    and of votes, by name; empty if farspan has no kernels for this device."""
     problem = chosen_pages(bench, dtype)
     if problem is None:
         return {}

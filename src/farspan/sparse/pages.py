@@ -178,7 +178,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return which columns (pages) no query sees, bool [B, 1 or Hk, M, columns]; or None."""
+        """Return which pages no query sees, bool [B, 1 or Hk, M, columns]; None: all are seen."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -207,7 +207,7 @@ class Candidates:
 
 
 class Selector(Protocol):
-    """Function that chooses pages by their votes, determined by its arguments and its fields."""
+    """Function that chooses pages by their votes; equal arguments and fields give equal choices."""
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         """Return the numbers of the pages [B, Hk, M, k] chosen by votes [B, Hk, M, columns]."""
@@ -246,8 +246,8 @@ def vote(
 
 
 def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the parts of q [B, H, C, D] whose scores for keys [B, Hk, D, n * R] fit into memory at
-    one time, as slices of tokens, of key-value heads and of pages of queries."""
+    """Yield slices of tokens, key-value heads and pages of queries that cut q [B, H, C, D] into
+    parts, each with so few scores for keys [B, Hk, D, n * R] that memory holds them at one time."""
     (batch, heads, tokens, _), kv_heads = q.shape, keys.shape[1]
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
     row = batch * (heads // kv_heads) * max(1, keys.shape[3])
@@ -311,14 +311,15 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
     """Return keys for ranking superpages (16 pages each), [B, Hk, N * R', D], from the mean keys
-    [B, Hk, n * R, D] of n pages: means of 4 tokens, less the mean of all tokens, which favours no
-    page but dominates some heads' scores. A ragged last superpage repeats its last mean."""
+    [B, Hk, n * R, D] of n pages: means of 4 tokens, less the mean of all tokens. If the last
+    superpage lacks pages, its last key is repeated."""
     each = sparse.super_tokens // sparse.mean_tokens
     parts = representatives.unflatten(2, (-1, each))
     count = parts.shape[2]
     whole = SUPERPAGE * sparse.page // sparse.super_tokens
     keys = parts.new_empty(*parts.shape[:2], -(-count // whole) * whole, parts.shape[4])
     torch.mean(parts, 3, out=keys[:, :, :count])
+    # The mean favours no page, but dominates some heads' scores.
     keys[:, :, :count] -= keys[:, :, :count].mean(2, keepdim=True)
     keys[:, :, count:] = keys[:, :, count - 1 : count]
     return keys
@@ -327,9 +328,10 @@ def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
 def largest_scores(
     q: Tensor, keys: Tensor, sizes: tuple[int, int, int], scale: float, documents: Tensor | None
 ) -> Tensor:
-    """Return, for each page of queries and superpage, the largest score of a query for a key, [B,
-    Hk, M, N]; -inf if no query sees it. `sizes`: keys and tokens per superpage, queries per page;
-    `documents` [B, C]: first tokens of the queries' documents, counted from the first superpage."""
+    """Return, for each page of queries and each superpage, the largest score of a query for a key,
+    [B, Hk, M, N]; -inf if no query sees the superpage. `sizes` are keys per superpage, tokens per
+    superpage and queries per page; `documents` [B, C] are the first tokens of the queries'
+    documents, counted from the first superpage."""
     each, page, together = sizes
     kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
     pages = range(keys.shape[3] // each)
@@ -359,7 +361,8 @@ def vote_refined(
     documents: Tensor | None,
     candidates: Candidates,
 ) -> Tensor:
-    """Return votes as `vote` does, only for pages in the best superpages, [B, Hk, M, S * 16]."""
+    """Return votes as `vote` does, but only for pages in the best superpages (16 pages each), [B,
+    Hk, M, S * 16]."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -392,7 +395,8 @@ def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
     """Return the scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] in the m
-    pages of queries `run`, each for the 16 pages of each of its S superpages."""
+    pages of queries `run`, each for the 16 pages of the S superpages that its page of queries
+    chose."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)

@@ -45,7 +45,7 @@ class PageShape(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Sizes passed to attention kernels as arguments; all but heads and scale `veiled`."""
+    """Sizes passed to attention kernels as arguments; `veiled` encodes all but heads and scale."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
@@ -138,10 +138,10 @@ def vote_tile(head_dim: int, itemsize: int) -> PageTile:
 
 
 def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
-    """Return the largest shared memory of a kernel, in bytes: tensors held throughout, the tiles of
-    the inner loop that are in flight, and weights, which some chips multiply from shared memory. A
-    forward holds a tile of queries and loops over tiles of keys and values; other kernels hold and
-    loop over two tiles."""
+    """Return the most shared memory that a kernel takes, in bytes: tiles held throughout, tiles of
+    the inner loop in flight, and softmax weights, which some chips multiply from shared memory. The
+    forward holds one tile (queries) and loops over two (keys, values); other kernels hold two and
+    loop over two."""
     vector = sum(parts_of(head_dim)) * itemsize
     forward, dq, dkv = tiles.forward, tiles.dq, tiles.dkv
     of_query = 2 * vector + ROW

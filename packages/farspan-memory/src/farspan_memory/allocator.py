@@ -77,8 +77,8 @@ class Session:
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
         """Let a device follow a plan from its next iteration on; or warn and go on stitching if the
-        arena does not fit, another stream would have to wait, or tensors of the previous plan
-        live."""
+        arena does not fit, if another stream would have to wait, or if tensors of the previous plan
+        are alive."""
         try:
             self.memory.of(device).release()  # the arena needs the chunks used without it
             self.memory.follow(device, plan)
@@ -233,7 +233,7 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
 
 
 def _setting(name: str, keyword: int | None, options: AllocatorOptions) -> int:
-    """Return a setting, a keyword or one of the options. Raises UnsupportedError if it is both."""
+    """Return a setting, from the keyword or the options. Raises UnsupportedError if both set it."""
     value: int = getattr(options, name)
     if keyword is None:
         return value

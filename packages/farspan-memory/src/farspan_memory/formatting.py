@@ -59,8 +59,8 @@ def write_seconds(seconds: float) -> str:
 
 
 def lines_table(title: str, *columns: str) -> Table:
-    """Return a table without lines. The first column is left-aligned, the others right-aligned, and
-    no cell is shortened."""
+    """Return a table without rules, whose text is never shortened. The first column is
+    left-aligned, the others right-aligned."""
     heading = Text(title, "bold", no_wrap=True, overflow="ignore")  # however narrow the columns
     table = Table(title=heading, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for place, name in enumerate(columns):

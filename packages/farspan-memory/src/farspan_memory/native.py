@@ -379,8 +379,9 @@ class Allocator:
             start += n
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
-        """Follow these rows of a plan from the next iteration on, or none. Raises NativeError for a
-        row beyond the arena, and NativeOutOfMemory if the arena exceeds the capacity."""
+        """Follow these rows of a plan from the next iteration on (none: no plan). Raises
+        NativeError for a row beyond the arena, NativeOutOfMemory for an arena beyond the
+        capacity."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
 
     def begin_iteration(self) -> None:

@@ -306,7 +306,7 @@ def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
 
 
 def _lowered(rows: Sequence[PlanRow], requests: Sequence[PlacementRequest]) -> ReplayPlan:
-    """Return a plan with rows moved down to the start of an arena no larger than they need."""
+    """Return a plan with its rows moved down to address 0, and an arena just large enough."""
     placed = [row for row in rows if row.address != UNPLANNED]
     base = min((row.address for row in placed), default=0)
     lowered = tuple(

@@ -203,7 +203,8 @@ def from_snapshot(snapshot: Any, name: str, device: int | None = None) -> Trace:
 
 
 class _EventReader:
-    """Converter of a snapshot's entries for one device to events; a live address is a tensor."""
+    """Converter of a snapshot's entries for one device to events. Each address in use stands for
+    one tensor."""
 
     def __init__(self, name: str, device: int) -> None:
         self.name, self.device = name, device
@@ -459,7 +460,7 @@ def _event(line: str, where: str) -> Event:
 
 
 def _checked(events: Iterable[Event], places: list[int], name: str, called: str) -> Trace:
-    """Return the events as a trace. Raises UnsupportedError, naming the line of an invalid one."""
+    """Return the events as a trace. Raises UnsupportedError naming the line of an invalid event."""
     events = tuple(events)
     for index, words in faults(events):
         raise UnsupportedError(f"{name}:{places[index]}: {words}")

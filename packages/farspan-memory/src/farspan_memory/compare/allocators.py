@@ -260,8 +260,8 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids the use of a free block of `fits` bytes. A block
-        beyond the limit serves no smaller request, nor a larger one that leaves too much unused."""
+        """Return whether max_split_size forbids a free block of `fits` bytes for a request. Blocks
+        beyond that limit serve only requests beyond it, and only if they leave little unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
@@ -321,7 +321,7 @@ class CachingAllocator:
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Release free blocks larger than max_split_size: one that suffices for the request, else
-        the largest ones until their sum suffices. Return whether it does."""
+        the largest ones until their sum suffices. Return whether the released blocks do."""
         limit = self.settings.max_split
         if limit == UNLIMITED:
             return False
@@ -392,7 +392,8 @@ class CachingAllocator:
         insort(block.pool.free, (block.size, block.address))
 
     def _merge(self, block: CachedBlock) -> None:
-        """Merge a block with its free neighbours that are, like the block, mapped or unmapped."""
+        """Merge a block with its free neighbours: mapped ones if it is mapped, else unmapped
+        ones."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped is block.mapped:
             self._unlist(before)

@@ -52,7 +52,7 @@ Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any
 
 @dataclass(frozen=True, slots=True)
 class DriverCost:
-    """Seconds of a driver call by its handle's bytes: a table, with power laws between entries."""
+    """Seconds of one driver call by the size of its handle: a table, interpolated by power laws."""
 
     points: tuple[tuple[int, float], ...]  # bytes of a handle, ascending, and seconds
     source: str
@@ -69,7 +69,7 @@ class DriverCost:
 
 
 def _call_seconds(*units: float) -> tuple[tuple[int, float], ...]:
-    """Convert published costs of 2 GiB, by size of the handles, to the seconds of one call."""
+    """Return (bytes of a handle, seconds of one call), from costs published for 2 GiB in all."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
