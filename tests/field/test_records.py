@@ -295,10 +295,11 @@ class TestTurns:
 
     def test_a_system_column_is_the_first_message(self, read: Read) -> None:
         text = "[system]brief$" + self.TEXT
-        expected = [(text, masked(text, "ho$", "yes$"))]
-        assert read({"messages": CHAT, "system": "brief"}) == expected
         system = {"role": "system", "content": "brief"}
-        assert read({"messages": [system, *CHAT], "system": "brief"}) == expected
+        for messages in (CHAT, [system, *CHAT]):
+            assert read({"messages": messages, "system": "brief"}) == [
+                (text, masked(text, "ho$", "yes$"))
+            ]
         with pytest.raises(UnsupportedError, match=r"field 'system' and the first message .* diff"):
             read({"messages": [system, *CHAT], "system": "long"})
 

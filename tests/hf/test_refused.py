@@ -343,7 +343,7 @@ class TestHowever:
         assert issubclass(UnsupportedError, ValueError)
 
     def test_a_refused_model_is_left_as_it_was(self) -> None:
-        model = make_model("mixtral", output_router_logits=True)
+        model = make_model("llama", add_cross_attention=True)
         own = model.config._attn_implementation
         refusal(model)
         assert model.config._attn_implementation == own

@@ -40,7 +40,7 @@ class Open:
         index, seconds, none = np.arange(count), np.full(count, 0.5), np.zeros(count)
         return Choices(index, seconds, none, host, nothing, none[None])
 
-    def held(self, *_: object) -> NDArray[np.float64]:
+    def transients(self, *_: object) -> NDArray[np.float64]:
         return np.zeros((1, 1))
 
     def schedule_at(self, index: int) -> Any:

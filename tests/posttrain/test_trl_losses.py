@@ -240,9 +240,9 @@ def count_values(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     asked: list[bool] = []
     values = farspan.Step.values
 
-    def counted(self: farspan.Step, *given: Any) -> Any:
+    def counted(self: farspan.Step, *given: Any, **further: Any) -> Any:
         asked.append(torch.is_grad_enabled())
-        return values(self, *given)
+        return values(self, *given, **further)
 
     monkeypatch.setattr(farspan.Step, "values", counted)
     return asked
@@ -323,7 +323,7 @@ def test_predictions_are_refused_but_for_rewards(make: Make) -> None:
         trainer = make(kind, is_long=True)
         rows = trainer.get_eval_dataloader()
         if kind is DPOTrainer:
-            with pytest.raises(UnsupportedError, match="outputs: evaluation returns only the loss"):
+            with pytest.raises(UnsupportedError, match="outputs: evaluation of TRL's trainers"):
                 trainer.prediction_step(trainer.model, next(iter(rows)), prediction_loss_only=False)
         else:
             plain = make(kind, is_long=False)

@@ -136,12 +136,12 @@ class Runner:
         forward and backward run separately."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        cut = Cut.AFTER_HEAD if is_cut else model.spec.cut(Objective())
         # The last two affect the choice of kernels.
         key = batch, tokens, evaluation, is_cut, deterministic, by_cudnn
         known = model.programs
         if key not in known:
             assert model.schedule is not None, "a schedule was chosen"
+            cut = Cut.AFTER_HEAD if is_cut else model.spec.cut(Objective())
             build = build_evaluation if evaluation else partial(build_program, cut=cut)
             while len(known) >= PROGRAMS_KEPT:
                 del known[next(iter(known))]

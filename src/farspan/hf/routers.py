@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.hf.dropout import Draws
-from farspan.hf.swap import Part, put_in
+from farspan.hf.swap import Part, put, put_in
 from farspan.spec import UnsupportedError
 
 LOSS = "load_balancing_loss_func"  # in the module of each family that has this loss
@@ -78,9 +78,8 @@ def add_router_loss(model: PreTrainedModel, coefficient: float) -> None:
             f"loss.router: {type(model).__name__} has no load-balancing loss in transformers; "
             "leave router and router_z out"
         )
-    held = [n for n in _COEFFICIENTS if hasattr(model, n)] or _COEFFICIENTS[:1]
-    setattr(model, held[0], coefficient)
-    setattr(config, held[0], coefficient)
+    name = next((n for n in _COEFFICIENTS if hasattr(model, n)), _COEFFICIENTS[0])
+    put([(model, name, coefficient), (config, name, coefficient)])
 
 
 def _attribute(model: nn.Module, config: Any, names: Iterable[str]) -> Any:

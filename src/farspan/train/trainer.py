@@ -103,6 +103,7 @@ class TrainingLoop:
         self._ctx = ctx
         self._callbacks = Callbacks(callbacks, ctx.world)
         self._run = ctx.run
+        self._has_routers = ctx.run.objective.routers  # with losses
         self._world = ctx.world
         self._batches = Batches(ctx)
         self._folder = folder
@@ -225,13 +226,13 @@ class TrainingLoop:
             if objective is not None:
                 return objective.gather_sums(sums), seen
             found = {"loss": float(torch.stack([loss.detach() for loss in sums]).sum())}
-            if self._run.objective.routers:  # a step's loss is that of all replicas already
+            if self._has_routers:  # a step's loss is that of all replicas already
                 found["aux_loss"] = sum(self._world.gather_replicas([balance]))
             return found, seen
 
     def _routing(self, micro: Micro, share: float) -> dict[str, Any]:
         """Return a step's arguments to add the routers' losses times `share`, if there are any."""
-        if not self._run.objective.routers:
+        if not self._has_routers:
             return {}
         return {"attention_mask": micro.attention_mask, "router_share": share}
 
