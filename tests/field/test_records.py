@@ -759,10 +759,8 @@ def as_text(record: dict[str, Any]) -> tuple[str, str]:
     for message in [*first, *record["messages"]]:
         on = message["role"] == "assistant" and all(message.get(m, 1) for m in TURN_MARKS)
         head, said = f"[{message['role']}]", f"{message['content']}$"
-        text, spoken = (
-            text + head + said,
-            spoken + "_" * len(head) + (said if on else "_" * len(said)),
-        )
+        text += head + said
+        spoken += "_" * len(head) + (said if on else "_" * len(said))
     return text, spoken
 
 

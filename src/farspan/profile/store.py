@@ -234,7 +234,7 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
     for layer in value["spec"]["layers"]:  # packed weights follow from plain ones
         del layer["work"]["packed"]
     del value["variant"]["nf4"]
-    if not profile.spec.routers:  # as in profiles made before there were router losses
+    if not profile.spec.routers:  # older profiles do not have it
         del value["spec"]["routers"]
     found: dict[str, Any] = _whole(value)
     return found
