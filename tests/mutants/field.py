@@ -11,6 +11,8 @@ CHOICE = "tests/train/test_choice.py::"
 EXPORT = "tests/checkpoint/test_export.py::"
 STREAMS = "tests/data/test_streaming.py::"
 
+RANKS = "tests/engine/test_ranks.py::"
+ROUTERS = "tests/engine/test_routers.py::"
 PLANNED = "tests/train/test_planned.py::"
 
 FIELD = (
@@ -217,5 +219,47 @@ FIELD = (
         "return self.keys[self.columns.index(column)]",
         'return "data.completion"',
         ("tests/data/test_forms.py::test_a_new_form_is_its_row",),
+    ),
+    Fault(
+        "routers: tokens that keep a rank in step are counted",
+        "routers.is_padding = self.attention.is_padding(chunk)",
+        "routers.is_padding = False",
+        (RANKS + "test_every_layout_is_exact[ulysses2-0]",),
+    ),
+    Fault(
+        "routers: a rank knows its own tokens' choices alone",
+        "            add_up(self._sums)\n",
+        "            pass\n",
+        (RANKS + "test_every_layout_is_exact[ulysses2-0]",),
+    ),
+    Fault(
+        "routers: padding has a gradient",
+        "found = found if rows is None else found * rows",
+        "found = found",
+        (ROUTERS + "test_padding_does_not_count",),
+    ),
+    Fault(
+        "routers: the caller's weight of the loss is lost",
+        "self.inputs.routers.scale = routers.double()",
+        "self.inputs.routers.scale = torch.ones_like(routers.double())",
+        (ROUTERS + "test_a_loss_of_log_probabilities",),
+    ),
+    Fault(
+        "routers: a backward begins before the top layer's choices are counted",
+        "return Cut.AFTER_LAYERS if self.routers else Cut.NONE",
+        "return Cut.NONE",
+        (ROUTERS + "test_families_as_transformers_trains_them",),
+    ),
+    Fault(
+        "routers: a run adds the sum over its batches",
+        "share = 1 / (len(batches) * self._batches.replicas)",
+        "share = 1.0",
+        ("tests/train/test_routers.py::test_a_run_adds_its_routers_losses",),
+    ),
+    Fault(
+        "loss: labels are smoothed in the loss, not in the gradient",
+        "            self._smooth(rows, targets.flatten())\n",
+        "",
+        ("tests/engine/test_values.py::test_the_fused_loss_weighs_tokens_as_the_plain_one",),
     ),
 )
