@@ -426,7 +426,7 @@ TRUST = (
         "sparse: pages are compared by the keys of another layer's index",
         "index = None if self.index is None else self.index[i.layer]",
         "index = None if self.index is None else self.index[i.layer // 2]",
-        (f"{INDEX}test_a_step_is_exact_for_its_choice[device]",),
+        (f"{INDEX}test_a_step_is_exact_for_its_choice[host]",),
     ),
     Fault(
         "sparse: an index of another model is told by the first step",
