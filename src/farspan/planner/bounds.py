@@ -49,8 +49,8 @@ ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], d
 
 
 def spread(free: Array, counted: Array) -> Array:
-    """Return the sum of `free` [..., 3, save counts] over those of x, attention and activations
-    that each choice of tiers marks in `counted` [tiers, 3]: [..., save counts, tiers]."""
+    """Sum `free` [..., 3, save counts] over x, attention and activations for each choice of tiers,
+    without those that `counted` [tiers, 3] marks with 0: [..., save counts, tiers]."""
     return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
 
 
@@ -114,7 +114,7 @@ class ScheduleGrid:
 
     def saved_cell_bytes(self, spec: LayerSpec, role: Role) -> Array:
         """Return the bytes that one cell saves as activations, [save counts]. They include O and
-        LSE unless all of these chunks save O and LSE in a buffer for attention outputs."""
+        LSE unless all chunks that save activations have both in a buffer for attention outputs."""
         outside = (self.saves.attention >= self.saves.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -208,8 +208,8 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
-    """Seconds per step that one layer keeps the 5 queues busy, [5, save counts], and bytes of x, O
-    with LSE and activations that it fetches and evicts, [2, 3, save counts]. Cached."""
+    """Seconds of a layer per step on compute, fetch, evict, collective and host, [5, save counts];
+    bytes of x, O with LSE and activations fetched and evicted, [2, 3, save counts]. Cached."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, grid.cut), grid.cell_prices.known
     if (part, found) not in known:
@@ -274,7 +274,7 @@ class _LayerCounts:
 
 def _reference_seconds(grid: ScheduleGrid) -> Array:
     """Seconds that the reference model's forward keeps each of five queues busy, [5]. FSDP's
-    gathers and copies of x between groups do not count; K, V lie on the schedule's `kv` tier."""
+    gathers, and copies of x between groups, are counted elsewhere; K, V lie on tier `kv`."""
     cell_prices, kind, prices = grid.cell_prices, grid.splits.kind, grid.cell_prices.prices
     lanes, on_host = cell_prices.lanes, grid.schedule.kv is Tier.HOST
     work = np.zeros(LANES)
@@ -304,8 +304,8 @@ def _reference_x(grid: ScheduleGrid) -> Array:
 
 
 def _boundary_bytes(grid: ScheduleGrid) -> Array:
-    """Bytes per step of x with its gradient, and of layer inputs that saved cells include, copied
-    between tiers, [splits, 2, 3, save counts]: fetch, evict; x, attention, activations."""
+    """Bytes copied between tiers per step, [splits, 2, 3, save counts] (fetch, evict; x, attention,
+    activations): x with its gradient at boundaries; layer inputs in saved cells, as activations."""
     cell_prices, groups, kind = grid.cell_prices, grid.splits.counts, grid.splits.kind
     if kind.is_stage:
         above = Boundary.LAST_STAGE if kind.is_last else Boundary.STAGE
@@ -326,7 +326,7 @@ def _boundary_bytes(grid: ScheduleGrid) -> Array:
 
 
 def _at_boundary(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
-    """Sum `values` [chunks] over runs of `act` at one boundary of groups, [splits, save counts]."""
+    """Sum `values` [chunks], each times `act`'s runs at a boundary, [splits, save counts]."""
     found = acts(boundary, grid.schedule, grid.cut)
 
     def total(choices: SaveCounts) -> Array:
@@ -364,7 +364,7 @@ class Peaks:
 
 
 def peaks(grid: ScheduleGrid) -> Peaks:
-    """Peak bytes per tier, [splits, save counts, tiers]; of cells' own memory only graphs count."""
+    """Peak bytes per tier, [splits, save counts, tiers], without cells' memory except graphs."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _arena_peaks(grid))
@@ -374,8 +374,8 @@ def peaks(grid: ScheduleGrid) -> Peaks:
 
 
 def least(grid: ScheduleGrid) -> Peaks:
-    """Lower bound of the peak bytes whatever is saved on which tier: device [splits, save counts,
-    1], host [splits, 1, 1]. It counts neither saved tensors nor staging slots."""
+    """Lower bound of the peak bytes, for any saved tensors on any tiers: device [splits, save
+    counts, 1], host [splits, 1, 1]. It counts neither saved tensors nor staging slots."""
     phases = zip(_forward_kv(grid), _backward_kv(grid), strict=True)
     device, host = (_fullest_group(grid, np.maximum(*pair)) for pair in phases)
     return Peaks(device + fixed(grid), host + grid.splits.on_host)

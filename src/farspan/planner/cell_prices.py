@@ -77,8 +77,8 @@ class LaneSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Cumulative bytes, [layers + 1]: entry i sums the first i layers. `kv`, `dkv` are of all keys,
-    `attention` of one key, `wide` and `narrow` of one saved cell with and without O and LSE."""
+    """Bytes of the first i layers at entry i, [layers + 1]: K, V and dK, dV of all keys; O and LSE
+    of one key (`attention`); a saved cell with O and LSE (`wide`) or not (`narrow`)."""
 
     kv: Array
     dkv: Array

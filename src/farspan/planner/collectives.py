@@ -34,8 +34,8 @@ class Collectives:
         self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
     ) -> float:
         """Seconds of all collectives in a cell's forward except ring attention's. `tokens` is the
-        device's share of the chunk. If Ulysses exchanges heads in several `pieces`, this overlaps
-        with `work` seconds of attention, and only the rest counts."""
+        device's share of the chunk. If Ulysses exchanges heads in several `pieces`, the exchange
+        overlaps with `work` seconds of attention, and only what it takes beyond them counts."""
         query, kv, out = _elements(spec)
         if mode is AttentionMode.NONE:
             # Only K, V are computed, from gathered tokens, and become heads.

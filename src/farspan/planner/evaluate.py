@@ -176,7 +176,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return each mix of ranks on one machine, as the number of ranks of every kind."""
+    """Return every mix of ranks that some machine has, as the number of ranks of each kind."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -323,7 +323,7 @@ def size(question: Question, schedule: Schedule) -> Sized:
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """Return what `size` does, from programs of a few chunks if these surely take as many bytes."""
+    """Return what `size` does, from programs of a few chunks if their bytes are surely the same."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 

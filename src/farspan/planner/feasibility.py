@@ -97,8 +97,8 @@ def _save_counts(space: Space, chunks: int) -> SaveCounts:
 
 
 def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Bytes of the fullest device and of one rank's share of main memory, [splits, save counts,
-    tiers] each, and of one device per kind of rank, [kinds, ...]. Messages and workspaces count."""
+    """Bytes used on the fullest device and by one rank in main memory, [splits, save counts, tiers]
+    each, and on a device of each kind of rank, [kinds, ...]. Messages and workspaces count."""
     each = [bound(grid) for grid in grids]
     for found, grid in zip(each, grids, strict=True):
         found.device += grid.cell_prices.passing
@@ -111,7 +111,7 @@ def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> t
 
 def fullest(grids: RankGrids, devices: Array) -> Array:
     """Return the device bytes of the kind of rank that takes the most; `devices` is [kinds, ...].
-    On unified memory, return the mean of the ranks of the fullest machine."""
+    On unified memory, which ranks share, return the mean over ranks of the fullest machine."""
     if grids[0].cell_prices.question.machine.unified:
         return together(grids, devices)
     return np.asarray(devices.max(axis=0))
@@ -216,9 +216,9 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """Return a few chunks with the same peak as all. Where several chunks in a row save the same
-    tensors, the last of them is taken, and of the first such row also the last but one. `first`
-    adds chunk 0, the longest of unequal chunks."""
+    """Return a few chunks with the same peak as all: the last of each run of chunks that save the
+    same tensors, and the last but one of the first run. `first` adds chunk 0, the longest of
+    unequal chunks."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])
@@ -240,8 +240,8 @@ def transient(
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
-    """Return a lower bound of the bytes of weight gradients and their fp32 sums during the
-    embedding's last backward; 0 for a pipeline stage. It depends only on the chunk size."""
+    """Return a lower bound, for all schedules of a chunk size, of the bytes of weight gradients and
+    their fp32 sums during the embedding's last backward; 0 for a pipeline stage."""
     if cell_prices.kind.is_stage:
         return 0
     # All layers have gradients then; the first group, of one layer or more, still has its sums.
@@ -276,8 +276,8 @@ def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
-    """Return the seconds of a step with the plan's schedule for three losses: a mean over tokens,
-    the plan's with stored log-probabilities of the reference model, and the plan's own."""
+    """Return the seconds of a step with the plan's schedule for three losses: mean cross-entropy,
+    the plan's loss with stored log-probabilities of the reference model, and the plan's loss."""
     question = plan.question
     stored = replace(question.loss, reference=Reference.STORED)
     losses = Objective(), stored if question.loss.evaluates else question.loss, question.loss

@@ -88,8 +88,8 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each choice, [save counts]. In a class all agree on whether no, some or all
-        chunks save O and LSE, likewise activations, and on which of the two more chunks save."""
+        """Class of each choice, [save counts]: whether no, some or all chunks save O and LSE,
+        likewise activations, and which more save. A class shares one bound of its cells' bytes."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -99,7 +99,7 @@ class SaveCounts:
 
     @cached_property
     def without_graphs(self) -> "SaveCounts":
-        """The same choices without saved activations: a last group of one layer saves none."""
+        """These choices without saved activations, for a last group of one layer: it saves none."""
         return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
@@ -153,7 +153,7 @@ class Acts:
 
 def acts(place: Role | Boundary, schedule: Schedule, cut: Cut = Cut.NONE) -> Acts:
     """Return how often each instruction runs per chunk, in a layer of one role or at one boundary
-    between groups, if all saved tensors lie on the host. Of several layers with this role, the
+    between groups, if all saved tensors lie on the host. Where layers of this role differ, the
     smallest number counts. `cut` says what runs before the backward begins."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), cut)
 

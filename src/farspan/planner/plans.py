@@ -416,7 +416,7 @@ def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
     """Return the schedule of a named strategy for this question. `memo` saves the activations of as
-    many tokens as `solve_alpha` allows. Chunks grow to keep to at most `most` cells."""
+    many tokens as `solve_alpha` allows. Chunks are lengthened if there are over `most` cells."""
     tokens, layers = question.run.tokens, most_layers(question)
     schedule = replace(strategy(name, layers, tokens), weights=question.weights)
     if question.layout.pipeline > 1:  # the stages are the groups

@@ -112,7 +112,7 @@ class SearchEffort:
 class Frontier:
     """Schedules of one grid that are not simulated yet; `open` lists them. `bound` is a lower bound
     of the seconds of every schedule, `lowest` of those not simulated. Most grids are never opened:
-    even of schedules that fit (`settle`), none beats the best plan."""
+    once `settle` counts only those that may fit, `bound` exceeds the best plan's seconds."""
 
     def __init__(
         self,
@@ -183,9 +183,9 @@ class Frontier:
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
     def step(self, cells: "TransientCache") -> Schedule | None:
-        """Remove the fastest schedule and return it. Return None if the bytes that its cells
-        allocate briefly were not counted yet: they are counted now, and another schedule may be the
-        fastest that fits."""
+        """Take the fastest schedule off the list and return it. If the bytes that its cells
+        allocate briefly are not counted yet, count them and return None: the schedule may no longer
+        fit, so that another is the fastest."""
         choices = self.choices
         assert choices is not None
         kind = int(choices.kind[0])
@@ -256,8 +256,8 @@ class _Queue:
         return self._heap[0][0] if self._heap else INFINITE
 
     def step(self, best: float, cells: "TransientCache") -> Schedule | None:
-        """Take one step on the grid with the lowest bound: list its schedules, leaving out those
-        that cannot take less than `best` seconds, or return its next schedule."""
+        """Take one step on the grid with the lowest bound: list its schedules that may take less
+        than `best` seconds and return None or, once they are listed, the next (`Frontier.step`)."""
         _, at, frontier = heapq.heappop(self._heap)
         schedule = None
         if frontier.choices is None:
@@ -278,7 +278,7 @@ class TransientCache:
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, grid: ScheduleGrid) -> Array:
-        """Bytes of the embedding's last backward above `momentary`, [splits, save counts]."""
+        """Bytes of the embedding's last backward beyond `momentary`, [splits, save counts]."""
         chunk = grid.schedule.chunk
         if chunk not in self._outside:
             given = grid.schedule
@@ -521,9 +521,9 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
-    """Return the plans with better `loss_chunk_size` and `kv_block`, chosen for the first plan. A
-    plan that does not fit with them keeps its own. After `seconds` of `SearchEffort` no more
-    programs are tried. For its `gap`, other schedules are taken to gain as many seconds."""
+    """Return the plans with a better `loss_chunk_size`, chosen for the first, whose `kv_block` is
+    improved too. A plan that does not fit with it keeps its own. After `seconds` of `SearchEffort`
+    no more programs are tried. Bounds of other schedules fall by the seconds gained."""
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)
@@ -535,7 +535,7 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort) -> Plan:
-    """Return the plan with the largest of `sizes` that fits and saves time, or `plan` itself."""
+    """Return `plan` with the largest of `sizes` for `field` that fits and saves time, or itself."""
     for tokens in reversed(_worth_having(plan, field, sizes)):
         if effort.is_spent:
             break

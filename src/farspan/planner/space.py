@@ -170,7 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """Return the largest group sizes, each a layer or more, that hold up to `level` bytes."""
+        """Return group sizes of at least a layer, the largest that take up to `level` bytes."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
@@ -284,7 +284,7 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
 
 
 def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
-    """Return 1 if the device has room for MEMO's two rounding buffers, a cell each, else 0."""
+    """Bound alpha by device memory: 1 if MEMO's two rounding buffers, a cell each, fit, else 0."""
     question = cell_prices.question
     if question.machine.unified:
         return 1.0

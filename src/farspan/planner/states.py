@@ -122,7 +122,7 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
 
 
 def _packed(model: ModelSpec) -> int:
-    """Return the bytes that quantization saves on one device; every device has all such weights."""
+    """Return how many bytes fewer the quantized weights take; every device has all of them."""
     return sum(layer.work.packed for layer in model.layers)
 
 

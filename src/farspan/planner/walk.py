@@ -339,7 +339,7 @@ class Walk:
 
     def _start(self, start: int, window: int | None) -> int:
         """Return an earlier start of a chunk that sees blocks of the same sizes, so both share a
-        result. Only the number of full blocks differs, and these run one after the other."""
+        result. It sees fewer full blocks, which run one after the other: the peak is the same."""
         schedule = self.program.schedule
         size, chunks = schedule.kv_block, len(self.program.chunks)
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)

@@ -216,7 +216,7 @@ def _sink_gradient(
 
 
 class _Sum:
-    """Sum of partial results; a first one of the full shape becomes the sum without a copy."""
+    """Sum of partial results. If the first has the full shape, it becomes the sum uncopied."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width

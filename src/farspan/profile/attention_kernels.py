@@ -130,7 +130,7 @@ def merge(out: MetaTensor, lse: MetaTensor, part_out: MetaTensor, part_lse: Meta
 
 
 class QueryTensors(NamedTuple):
-    """Those inputs of a backward with a row per query: `attention.backends.BackwardQueries`."""
+    """Inputs of a backward that have a row per query: `attention.backends.BackwardQueries`."""
 
     dout: MetaTensor
     q: MetaTensor

@@ -124,7 +124,7 @@ def far_bytes(
     in_slots: bool = False,
 ) -> int:
     """Return the peak bytes of attention to chosen pages in one chunk's forward or backward, on a
-    CPU. Neither tensors to which results are added nor, with `in_slots`, gathered pages count.
+    CPU. Tensors to which results are added do not count; nor do gathered pages if `in_slots`.
 
     Reached if all gathered pages differ and as many as possible are gathered. In addition, aten's
     flash attention takes up to 0.3 MB a thread.
@@ -177,9 +177,9 @@ MASKS = 3  # bytes of masks per sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Return the peak bytes of choosing one chunk's pages: queries of a learned index; then the
-    vote, with mean keys in the accumulate dtype and parts of the scores; then votes, sorted votes
-    and masks. Ranking superpages takes as much, plus copies of their pages' mean keys."""
+    """Return the peak bytes of choosing one chunk's pages: queries of a learned index throughout;
+    first mean keys in the accumulate dtype and scores of some heads and queries, then votes, sorted
+    votes and masks. Ranking superpages takes as much, plus copies of their pages' mean keys."""
     wide, keys = far.wide, far.candidates * far.means
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     if far.refined:

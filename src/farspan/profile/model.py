@@ -49,8 +49,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class CellLines:
-    """Memory of a layer's cell, run in one way (see `form`). Each field has linear functions
-    (lines) of the cell's tokens and, if token-wise modules run on tiles, of a tile's. A backward's
+    """Memory of a layer's cell, run in one way (see `form`). Bytes are linear functions (lines) of
+    the cell's tokens and, if token-wise modules run on tiles, of a tile's tokens. A backward's
     lines include the graph."""
 
     asked: Peak  # until the cell calls attention, where a pass for K, V stops
@@ -97,7 +97,7 @@ def form(
 
 @dataclass(frozen=True, slots=True)
 class OuterProfile:
-    """Memory outside the layers. The head's is linear in a chunk's and a loss piece's tokens."""
+    """Memory outside the layers; the head's is linear in the tokens of a chunk and a loss piece."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
     by_head: tuple[bool, ...]  # whether the head begins their sums, not the embedding's backward
@@ -246,7 +246,7 @@ class ProfiledCells:
 
 def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
     """Return the memory of a cell, run as `kind` says. If that way was not measured, return the
-    nearest that was: a layer may lack runs on tiles or with a product that nothing reads."""
+    nearest that was: some layers cannot run on tiles, or have no product to skip as unread."""
     named = form(
         graph=kind.graph,
         kept=kind.kept,
@@ -291,11 +291,11 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Return names of tensors whose gradient sums begin in the head, else in the embedding."""
+        """Return the tensors whose gradient sums begin in the head (`by_head`) or the embedding."""
         pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
         return frozenset(name for name, is_head in pairs if is_head is by_head)
 
 
 def outer_names(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a made-up name for each trained tensor outside the layers."""
+    """Return a made-up name for each trained tensor outside the layers, to track its gradient."""
     return tuple(map(str, range(len(profile.outer.weights))))

@@ -220,8 +220,8 @@ def _measuring() -> str:
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
-    """Convert profiles of a model at several ranks of adapters to plain values. Linear functions
-    that are never the peak are left out."""
+    """Convert profiles of a model at several ranks of adapters to plain values. Lines (linear
+    functions) that never give the peak are left out."""
     values = [_plain(profile) for profile in profiles]
     _prune(values)
     return values
@@ -249,7 +249,7 @@ def _whole(value: Any) -> Any:
 
 
 def _prune(values: Sequence[Any]) -> None:
-    """Remove, in place, lines (linear functions) that are the peak in none of these profiles."""
+    """Remove, in place, lines (linear functions) that give the peak in none of these profiles."""
     first = values[0]
     if isinstance(first, list):
         for items in zip(*values, strict=True):
