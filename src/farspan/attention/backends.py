@@ -489,7 +489,7 @@ class Tiled(BlockKernel):
     def _scores(
         self, q: Tensor, k: Tensor, tile: Block, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return masked scores [B, Hk, R, Sk], and the derivative of the soft cap at each score."""
+        """Return masked scores [B, Hk, stacked rows, Sk] and the soft cap's derivative at each."""
         dtype = accumulate_dtype(q.dtype)
         scores = _stack(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0

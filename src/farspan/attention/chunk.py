@@ -66,13 +66,13 @@ class AttentionCall:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
-        """Return whether a fused kernel may merge a block's result `part` into the chunk's result
-        `whole`: the device needs such kernels, and the block all of the chunk's queries."""
+        """Return whether a fused kernel may merge a block's result `part` into the chunk's `whole`:
+        if the device has such kernels, and `part` has all of the chunk's queries."""
         return self.fused and part.shape == whole.shape and fused_for(part.device, part.dtype)
 
     @property
     def own_start(self) -> int:
-        """Row of the first of the chunk's own keys."""
+        """Number of the chunk's first own key: a token, or a row if a rank holds only some keys."""
         return self.q_start if self.k_start is None else self.k_start
 
 
@@ -116,9 +116,9 @@ def attend_blocks(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a chunk over all its blocks of keys, without sinks. out of several
-    blocks has the accumulate dtype, or with `narrow` q's dtype if a fused kernel merges the last
-    block. A query that sees no key of this rank has out = 0 and lse = -inf."""
+    """Return out and lse of a chunk over all its blocks of keys, without sinks. The out of several
+    blocks has the accumulate dtype, or q's dtype if `narrow` allows this and a fused kernel merges
+    the last block. A query that sees no key of this rank has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
     if not call.fused and any(_visits(call)):
         # A chunk of one block needs no sum, hence no wider output. The narrow one is freed here.
@@ -165,8 +165,8 @@ def attend_backward(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of the chunk's q, k, v and sinks, in the accumulate dtype; with
-    `narrow`, dq has q's dtype if a fused kernel adds its last part.
+    """Return the gradients of the chunk's q, k, v and sinks, in the accumulate dtype; but dq has
+    q's dtype if `narrow` allows this and a fused kernel adds the last block's dq.
 
     `attended` is the result of `attend`. dk and dv are gradients of the chunk's own keys; gradients
     of earlier keys go to `key_values.add_gradient`.
@@ -208,7 +208,7 @@ class _Joined:
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Merge a block's out and lse. For the last block, `last` is the dtype that out may get."""
+        """Merge a block's out and lse. `last`, for the last block only: the dtype out may get."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:
@@ -292,8 +292,8 @@ def _gradients(
     *,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv summed over the blocks of a visit, and add the blocks' dq to `dq`, whose sum
-    may get the inputs' dtype if this is the `last` visit."""
+    """Return dk and dv summed over the blocks of a visit, and add the blocks' dq to `dq`. If no
+    visit follows (`last`), the sum `dq` may get the inputs' dtype."""
     dk, dv = (_BlockSum(x[visit.rows], dq.dtype, call) for x in (keys, values))
     # A visit of several row ranges has all rows, so its rows count from 0.
     first_row = visit.rows.start

@@ -103,8 +103,8 @@ class ChunkAttention:
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of this rank's heads for the tokens of all ranks, from those of all heads
-        for this rank's tokens, and write K, V to the chunk's buffer."""
+        """Send q, k, v of this rank's tokens, all heads; return those received, of this rank's
+        heads for the tokens of all ranks, and write these K, V to the chunk's buffer."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
                 self.write(*exchange.to_heads(k, v))
@@ -187,7 +187,7 @@ class ChunkAttention:
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return the exchange of heads during attention on other heads; None if all go at once."""
+        """Return an exchange of some heads during attention on others; None: all go at once."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)

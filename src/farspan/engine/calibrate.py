@@ -196,7 +196,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class Calibration:
-    """Measurement of a machine in passes; a pass repeats the numbers that still vary."""
+    """Measurement of a machine in several passes; each repeats the calls whose times still vary."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
@@ -285,7 +285,7 @@ def here(
 
 
 def _basis(record: dict[str, Any], device: torch.device) -> str | None:
-    """Return text that identifies a record's hardware and versions; None for an empty record."""
+    """Return a record's hardware and torch version as text to compare; None if it is empty."""
     if not record:
         return None
     on_cpu = device.type == "cpu"
@@ -396,8 +396,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _cell_seconds(bench: Bench) -> float:
     """Return the seconds that the CPU takes to launch a cell's operations, from steps of a tiny
-    model. On a GPU the model's chunks have a length that vendors' attention kernels take; on a CPU,
-    which also computes the chunks, a few tokens."""
+    model. On a GPU its chunks are long enough for vendors' attention kernels; on a CPU, which must
+    also compute them, they have only a few tokens."""
     dtype, chunk = torch.bfloat16, bench.effort.chunk
     if bench.on_cpu:
         dtype, chunk = torch.float32, 16

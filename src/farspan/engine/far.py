@@ -39,7 +39,7 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
 
 
 def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch.dtype) -> Function:
-    """Return the attention of a step in `dtype`, in a form that plain autograd runs as well."""
+    """Return a step's attention, dense or sparse, in `dtype` for plain autograd, to verify it."""
     if schedule.sparse is None:
         return Function(schedule, dtype)
     found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)

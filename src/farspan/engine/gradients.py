@@ -326,7 +326,7 @@ class AccumulatingLinears(Linears):
         return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
-        """Add dout.T @ x to a weight's gradient sum, or return it for autograd if not `adds`."""
+        """Add dout.T @ x to a weight's gradient sum; if not `adds`, give it to autograd instead."""
         if not self.adds:
             return dout.t() @ x
         assert self.gradients is not None, "no step runs"

@@ -98,7 +98,7 @@ class SparingLayers(Layers):
 
 @dataclass(frozen=True, slots=True)
 class CutLayers(Layers):
-    """Layers with weights sliced by tensor parallelism; each rank passes in its own tokens."""
+    """Layers with weights sliced by tensor parallelism; they know how many tokens each rank has."""
 
     tensor: TensorParallel
     program: Program
@@ -138,7 +138,7 @@ class TiledLayers(Layers):
 
 
 def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Leave a custom head's gradients, which are not sharded, in their sums for the caller."""
+    """Add nothing over ranks: a custom head is not sharded, and the caller takes its sums."""
 
 
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.
@@ -494,7 +494,7 @@ class Interpreter:
         self.registers.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
-        """View the bytes planned for a cell's saved tensors, without the rest of a larger slot."""
+        """View the bytes planned for a cell's saved tensors; its slot may be larger than these."""
         assert i.activations is not None
         start, stop = cell_place(
             self.program, self.program.buffers[names.activations(i.layer)], i.chunk
@@ -577,7 +577,7 @@ class Interpreter:
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Return position ids of a layer's call, of the tokens in this tensor-parallel group."""
+        """Return position ids for a layer's call: those of this tensor-parallel group's tokens."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

@@ -409,8 +409,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def refuse_cublas(device: torch.device) -> None:
-    """Raise UnsupportedError if cuBLAS may give different bits from call to call on this GPU.
-    cuBLAS reads its workspace setting when the process begins."""
+    """Raise UnsupportedError if cuBLAS may give different bits from call to call on this GPU: the
+    environment must fix its workspace before the process begins."""
     if device.type == "cuda" and environ.get(CUBLAS) not in SAME:
         raise UnsupportedError(
             f"deterministic: cuBLAS needs {CUBLAS}={SAME[0]} in the environment of the process; "

@@ -41,7 +41,7 @@ class StepInputs:
 
     @property
     def place(self) -> Draws | None:
-        """Random draws, with the tokens of the next module calls; None if no module needs them."""
+        """Random draws, told for which tokens modules are called next; None if none needs them."""
         return self.draws if self.routers is None else self.routers.place
 
     @property
@@ -274,7 +274,7 @@ class LossHead:
         return (self.smoothing * (of_label - rows.mean(1, dtype=wide))).where(known, 0)
 
     def _smooth(self, rows: Tensor, targets: Tensor) -> None:
-        """Add the gradient of `_smoother`, divided by the count, to the logits' own, in place."""
+        """Add `_smoother`'s gradient, over the loss's count, to the logits' gradient, in place."""
         known = (targets != IGNORED)[:, None].to(rows.dtype) * (self.smoothing / self.count)
         rows.sub_(known / rows.shape[1])
         rows.scatter_add_(1, targets.clamp(min=0)[:, None], known)

@@ -173,7 +173,7 @@ def estimate_memory(
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """Raise `refuse_too_large`'s errors by a lower bound of memory, before the profile is known."""
+    """Raise `refuse_too_large`'s errors if a lower bound, which needs no profile, does not fit."""
     program = step.program(batch, tokens)
     static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)

@@ -128,8 +128,8 @@ class Bench:
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """Return 2 * short - long, in seconds: the part of `long` that `short` does not halve. Both
-        are the fastest of runs by turns."""
+        """Return 2 * short - long, in seconds: as `short` halves all other work of `long`, the time
+        that stays the same. Both are the fastest of runs by turns."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)

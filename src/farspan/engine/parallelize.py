@@ -75,7 +75,7 @@ class ShardedModel:
 
     @property
     def rank(self) -> Rank:
-        """This rank, in its programs' layout: without FSDP if every rank has whole weights."""
+        """This rank in its programs' layout, which omits FSDP if every rank has whole weights."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
@@ -116,8 +116,8 @@ class ShardedModel:
             self.sharded.release(unit)
 
     def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
-        """Add gradient sums of a unit (a layer, or all modules outside) over ranks to `.grad`, and
-        remove these from `totals`."""
+        """Take the gradient sums of a unit (a layer, or all modules outside) out of `totals`, and
+        add them over ranks to `.grad`."""
         if self.tensor is not None:
             self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
         self.sharded.reduce(unit, totals)
@@ -150,8 +150,8 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
 def inside(model: nn.Module) -> Look:
-    """Return a description to compare models by, without attributes that trainers and loaders set
-    on the whole model, such as a `forward` or device map. Numbers, such as a logit scale, stay."""
+    """Return a description by which to compare models. It omits what trainers and loaders set on
+    the whole model, such as a `forward` or device map, but no numbers, such as a logit scale."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -200,8 +200,8 @@ def _text_of(value: object) -> str:
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Return what ranks compare of a function and of the values that it refers to, except weights
-    of `model`: texts and tensors, each under a name that begins with `name`."""
+    """Return texts and tensors by which ranks compare a function and the values that it refers to,
+    except weights of `model`. The name of each begins with `name`."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):

@@ -88,7 +88,7 @@ class PreparedModel:
         self._accepted.add(trains)
 
     def compare(self, same: Agreement) -> None:
-        """Have ranks compare the model: description, buffers, and weights unless being updated."""
+        """Have ranks compare the model's description, buffers and, if no update runs, weights."""
         if self.sharded is not None:
             same.add({"model": self._described})
             idle = self.weights is None or not self.weights.is_updating()
@@ -266,8 +266,8 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """If ranks are given (`whole_on`), keep all weights on each of them, and sum gradients over
-        them. Collective."""
+        """Make each rank of `whole_on`, if given, keep all weights, and sum gradients over these
+        ranks, all of which call this."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)

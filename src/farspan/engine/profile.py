@@ -185,7 +185,7 @@ class _Way:
         return form(**asdict(self))
 
     def lengths(self) -> Lengths:
-        """Return the lengths in tokens (with tiles: of chunk and tile) to measure cells at."""
+        """Return lengths to measure cells at: (tokens,), or for tiles (tokens of chunk, tile)."""
         return CHUNKS_AND_PIECES if self.tiled else tuple((c,) for c in LENGTHS)
 
     def layers(self, measured: _Subject, layer: int, tile: Sequence[int]) -> Layers:
@@ -551,7 +551,7 @@ class _Outside:
         piece: int = 1,
         fresh: Sequence[nn.Parameter] = (),
     ) -> CellPass:
-        """Run and measure one instruction; gradient sums of `fresh` parameters do not exist yet."""
+        """Run and measure an instruction that must allocate gradient sums for `fresh`, too."""
         measured = self.measured
         _set_sums(self.parameters, exist=True)
         _set_sums(fresh, exist=False)
@@ -576,7 +576,7 @@ class _Outside:
         return CellTape(meter).read()
 
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
-        """Return the head's peak bytes, by the tokens of a chunk and of the piece with logits."""
+        """Return the head's peak bytes, by the tokens of a chunk and of a piece of logits."""
         passes = [
             self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
             for tokens, piece in CHUNKS_AND_PIECES

@@ -285,8 +285,8 @@ Lengths = Sequence[tuple[int, ...]]
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
     """Return constant and slopes of the linear function that gives these sizes at these lengths. A
-    length is (tokens,), or (tokens of chunk, of piece) with two slopes; from each length to the
-    next, one number changes."""
+    length is (tokens,) or, for two slopes, (tokens of chunk, tokens of piece); each differs from
+    the length before it in one number."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]
@@ -297,9 +297,9 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
 
 
 def peak_of(lengths: Lengths, passes: Sequence[list[int]]) -> Peak:
-    """Return the functions of length (`line_of`) whose maximum is the peak: one per allocation, or
-    one of the peaks if lengths differ in the number of allocations. One that falls as pieces grow
-    is of a shorter last piece, and left out: whole pieces need more."""
+    """Return functions of length (`line_of`) whose maximum is the peak: one per allocation, or only
+    one, of the peaks, if runs differ in the number of allocations. Functions that fall as pieces
+    grow stem from a shorter last piece and are left out: whole pieces need more."""
     if len({len(moments) for moments in passes}) == 1:
         lines = (line_of(lengths, sizes) for sizes in zip(*passes, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)

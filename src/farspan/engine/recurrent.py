@@ -265,7 +265,7 @@ class Recurrent:
 
 
 def _held(rows: Tensor, state: StateTensor) -> Tensor:
-    """View a layer's state in `rows`, a chunk's rows of a buffer, which begin with the state."""
+    """View a layer's state, which comes first in `rows`, the rows of a chunk in a buffer."""
     batch = rows.shape[1]
     return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
 

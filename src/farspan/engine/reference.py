@@ -131,11 +131,11 @@ class Function:
     dtype: torch.dtype  # of the step
 
     def exact(self) -> Attention:
-        """Return the attention function for the float64 reference; call before `again`."""
+        """Return the float64 reference's attention; `again`, called later, may use its pages."""
         return reference
 
     def again(self) -> Attention:
-        """Return the attention function in the model's dtype, for plain autograd after `exact`."""
+        """Return attention in the model's dtype for plain autograd, after a call of `exact`."""
         return self.exact()
 
     def in_double(self) -> Self:
@@ -147,7 +147,7 @@ class Function:
         return None
 
     def rule(self) -> str:
-        """Return words about sparse attention that end the description of an error limit."""
+        """Return what sparse attention adds to the text that explains an error limit."""
         return ""
 
     def approximation(self, *_: Any, **__: Any) -> Approximation | None:

@@ -367,8 +367,8 @@ class Step:
         *,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of `head` for every token, [batch, tokens, k], which has a graph as the
-        result of `logprobs` has.
+        """Return the output of `head` for every token, [batch, tokens, k]. As with `logprobs`,
+        `backward()` of a loss computed from it adds to `.grad`.
 
         The step calls the head on n tokens at a time, with their hidden states after the model's
         final norm [n, hidden] and their `targets` [n, ...]; it returns [n, k]. `targets` are

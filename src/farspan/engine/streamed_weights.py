@@ -215,7 +215,7 @@ class StreamedWeights:
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """Return the model's description, with each layer's weights and bytes on this stage."""
+        """Return `spec` with the true number and bytes of each layer's weights on this stage."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
@@ -355,7 +355,7 @@ class StreamedWeights:
         self, program: Program, group: int, sums: GradientAccumulator, sharded: ShardedParameters
     ) -> None:
         """Add the gradient sums of a group over ranks, in the order of ranks, then add `.grad` if
-        its dtype allows. No copy may read or write the sums meanwhile."""
+        it has the dtype of the sums. No copy may read or write the sums meanwhile."""
         outer = [len(self._units) - 1] * program.closes_outer(group)
         for unit in (*range(*program.groups[group]), *outer):
             own = {p.own: p for p in self._units[unit].parameters if p.trained}
@@ -406,7 +406,7 @@ class StreamedWeights:
         return self._received
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
-        """Return the trained parameters outside the layers, as modules have them during a step."""
+        """Return trained parameters outside the layers: those in slots, not the user's own."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:
@@ -456,7 +456,7 @@ _LOAD = 16  # bytes, the widest load of a kernel
 
 
 def _divides(size: int) -> int:
-    """Return a sort key that puts multiples of larger powers of two, up to 4 KiB, first."""
+    """Return a sort key for bytes: multiples of larger powers of two, up to 4 KiB, come first."""
     return -(size & -size & 4095 or 4096)
 
 

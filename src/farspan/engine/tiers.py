@@ -369,7 +369,7 @@ class CopyEngine:
         return event
 
     def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
-        """Make later work on a lane wait for an event, if not None. `_hazard` just says why."""
+        """Make later work on a lane wait for an event, if any. `_hazard` tells tests why."""
         if self.overlap and event is not None:
             self._stream(lane).wait_event(event)
 
@@ -392,7 +392,7 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether groups of `whole` elements of these rows can be viewed as one element."""
+    """Return whether each `whole` adjacent elements of these rows can be viewed as one."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 

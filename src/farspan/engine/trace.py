@@ -354,8 +354,8 @@ class _Count(UncompiledMode):
 
 @cache
 def _engine_references() -> int:
-    """Return the number of references to the first summand while autograd adds two gradients.
-    Measured, since it depends on the versions of CPython and torch."""
+    """Return the number of references to the first summand when autograd adds two gradients: with
+    these alone it adds in place. Measured, as it depends on the versions of CPython and torch."""
     x = torch.empty(1, device="meta", requires_grad=True)
     with _Count() as count, torch.enable_grad():
         torch.autograd.grad(x.sin() * x.cos(), x)

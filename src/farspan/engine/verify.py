@@ -77,9 +77,9 @@ Errors = dict[str, float]  # relative, by a parameter's name
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    parameters with one name in all layers (`layers.*.q_proj.weight`). In lower precision it is of
-    the run with the least ratio to plain autograd's error or, if the model chooses experts, the
-    root mean square over all runs."""
+    parameters with one name in all layers (`layers.*.q_proj.weight`). Below float64 there are
+    several runs: it is the error of that with the least ratio to plain autograd's error or, if the
+    model chooses experts, the root mean square of all."""
 
     name: str
     error: float
@@ -140,7 +140,7 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """Return, by name, how many times plain autograd's error a step's error may be."""
+    """Return each gradient's error limit, by name, as a multiple of plain autograd's error."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
@@ -199,7 +199,7 @@ def _ratio(step: float, plain: float) -> float:
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
     """Return, by name, the standard deviation over runs of the logarithm of plain autograd's error.
-    Runs are few, so variances are averaged over layers, and at least their median over names."""
+    Runs are few: variances are averaged over layers, and none is below the median over names."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()

@@ -40,8 +40,8 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors, and the sizes of their second and third index, all
-    encoded by `veiled`."""
+    """Kernel argument: the number of vectors, and the sizes of their second and third index,
+    `veiled` so that one compiled kernel serves all lengths."""
 
     rows: int
     second: int
@@ -74,7 +74,7 @@ class Launch(NamedTuple):
 
 
 def _unheard(_: Launch) -> None:
-    """Do nothing with a launch."""
+    """Ignore a launch: none is observed outside `launched`."""
 
 
 _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default=_unheard)

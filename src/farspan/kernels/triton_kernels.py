@@ -51,8 +51,8 @@ def row_offsets(x, row, sizes):
 
 @triton.jit
 def number_offsets(x, row, sizes):
-    """Return the offsets, in elements, of the entries `row` [n] of a tensor that has one number per
-    vector, and strides encoded by `launch.veiled`."""
+    """Return the offsets, in elements, of the numbers `row` [n] in a tensor with one number per
+    vector, whose strides `launch.veiled` has encoded."""
     i = _indices(row, sizes)
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 
