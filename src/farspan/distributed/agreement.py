@@ -1,4 +1,4 @@
-"""Facts about a call that ranks must agree on, and the comparison of these facts."""
+"""Facts about a call, such as its tensors' shapes, which ranks must agree on and compare."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Facts given as a digest, and a function that returns them as text if ranks differ."""
+    """Facts compared by a digest; `words` returns them as text by name if ranks' digests differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -40,7 +40,7 @@ Fact = str | Tensor | Mapping[str, Tensor] | Described
 
 @dataclass(slots=True)
 class Agreement:
-    """One rank's facts about a call that all ranks are about to make.
+    """Facts by which a rank describes a call that all ranks are about to make, for comparison.
 
     Note: [One exchange]. Ranks exchange a row of integers: a flag for a refusal, a digest of the
     facts of each scope, and the figures. If all agree, that is the only collective. Otherwise all
@@ -100,8 +100,8 @@ class Ranks(Protocol):
 
 @contextmanager
 def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
-    """Yield an `Agreement` for a call. When the block ends, ranks compare its facts, as in
-    `ParallelContext.agreement`; with `ranks` None nothing is compared."""
+    """Yield an `Agreement`, to which the caller adds facts about its call. When the block ends, all
+    ranks compare these, and all raise if they differ; with `ranks` None nothing is compared."""
     if ranks is None:
         mine = Agreement(call)
         yield mine
@@ -112,7 +112,7 @@ def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield names, shapes, dtypes and some elements of tensors, as bytes. See Note: [Contents]."""
+    """Yield names, shapes, dtypes and this `turn`'s elements of tensors, see Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
@@ -136,7 +136,7 @@ _DIGEST = "digest "
 
 
 def between(name: str, values: list[str]) -> str:
-    """Return an error message with a fact's different values and the ranks that have each."""
+    """Return an error message that shows a fact's different values, and which ranks have each."""
     kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
     if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
         return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())

@@ -99,8 +99,8 @@ class Communicator:
         self._count(rows, rows.shape[0] * (self.size - 1))
 
     def send(self, tensor: Tensor, number: int) -> dist.Work | None:
-        """Start to send a tensor to the peer with this global rank. Return the work to wait for,
-        until which the tensor must stay alive; None if the tensor is already sent."""
+        """Start to send a tensor to the peer with this global rank. Return the work to wait for;
+        until then the tensor must stay alive. None if it is already sent."""
         self.sent += tensor.nbytes
         return dist.isend(tensor, number, group=self.group)
 

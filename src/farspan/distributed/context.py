@@ -147,7 +147,7 @@ class ParallelContext:
             raise UnsupportedError(self._difference(everyone))
 
     def _unlike(self, table: list[list[int]]) -> bool:
-        """Return whether digests, one row per rank, differ between ranks that must agree."""
+        """Return whether ranks that must agree have different digests, one row per rank."""
         return any(
             len({table[n][number] for n in peers}) > 1
             for number, scope in enumerate(SCOPES)
@@ -264,8 +264,8 @@ WeightForm = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires
 
 
 def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
-    """Return whether only rank 0 has loaded the weights; False if all ranks have. All ranks call
-    this. Raises UnsupportedError if weights are missing in any other way."""
+    """Return True if only rank 0 has loaded the weights, False if all ranks have. All ranks call
+    this. Raises UnsupportedError for any other mix of loaded and missing weights."""
     here = {not p.is_meta for p in model.parameters()}
     peers = ranks.among(*AXES)
     mine = torch.tensor([len(here) > 1, True in here], dtype=torch.int32, device=ranks.device)

@@ -71,7 +71,7 @@ sync_record = SyncRecord()
 
 
 def record_sync() -> None:
-    """Count a synchronisation of all ranks; called before each synchronisation outside of steps."""
+    """Count a synchronisation before it begins, outside of steps: a late rank has counted fewer."""
     sync_record.syncs += 1
 
 
@@ -143,7 +143,7 @@ class BackgroundTask(Protocol):
         store's RuntimeError, and ValueError for entries that farspan did not write."""
 
     def give_up(self) -> None:
-        """End the work: no heartbeats follow, or a fault is known. May be called twice."""
+        """End the work, since heartbeats have ended or a rank has failed. May be called again."""
 
 
 class FailureDetector:
@@ -218,7 +218,7 @@ class FailureDetector:
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Tell the other ranks that this rank has left its block. Return the exception to raise for
-        the `error` that ended the block; None if there was none. See Note: [The store]."""
+        the block's `error`; None if there was no error. See Note: [The store]."""
         verdict: list[BaseException] = []
 
         def part() -> None:
@@ -295,7 +295,7 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own_fault(self, error: BaseException, words: str) -> Fault:
-        """Return this rank's fault for `error`, with the text `words`, or that of a timeout."""
+        """Return this rank's fault: `words`, or for a timeout, that it waited for another rank."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
@@ -335,7 +335,7 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 raises an error with these words; waits two heartbeats for it."""
+        """Return whether rank 0 reports the error text `words`, waiting two heartbeats for it."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
@@ -364,8 +364,8 @@ class FailureDetector:
                 self._task.give_up()
 
     def _listen(self) -> None:
-        """Measure for how long the store has not answered, see Note: [The store]. The measure is
-        rounds of this loop, so time in which this process itself was frozen does not count."""
+        """Measure for how long the store has not answered, and end the process if too long, see
+        Note: [The store]. Counts rounds of this loop, not time in which the process was frozen."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
@@ -502,7 +502,7 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """Stops all ranks at the same call of `pass_place` (a checkpoint), see Note: [Stopping
+    """Stops all ranks at the same checkpoint, a call of `pass_place`, see Note: [Stopping
     together]. Main threads call `pass_place`, heartbeat threads `look`, and signal handlers may
     call `ask`."""
 

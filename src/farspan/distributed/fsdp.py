@@ -66,9 +66,9 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """Return the parameters of each layer, then those outside the layers, each with its first name
-    and the modules that have it; none for layers not in `here`. Raises UnsupportedError, naming the
-    setting `field`, if layers share a parameter or parameters overlap: these cannot be moved."""
+    """Return each layer's parameters (none if it is not in `here`), then those outside the layers,
+    each parameter with its first name and the modules that have it. Raises UnsupportedError, naming
+    the setting `field`, for shared or overlapping parameters, which cannot be moved."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
@@ -97,7 +97,7 @@ def find_parameters(
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return each parameter's module, identity, dtype, shape and requires_grad, by its name."""
+    """Return by name what shows a replaced parameter: module, id, dtype, shape, requires_grad."""
     return {
         f"{path}.{leaf}" if path else leaf: (module, id(p), p.dtype, p.shape, p.requires_grad)
         for path, module in model.named_modules()
@@ -344,14 +344,14 @@ class ShardedParameters:
         state.put(True)
 
     def release(self, unit: int) -> None:
-        """Put shards in place of the whole parameters of a unit (see the class). Stages of ZeRO
-        that keep weights whole within a step do this when the step ends."""
+        """Put shards in place of the whole parameters of a unit (see the class), in ZERO_3. The
+        other stages keep weights whole until the step ends."""
         if self.stage is Stage.ZERO_3:
             self._release(self._units[unit])
 
     @torch.no_grad()
     def reduce(self, unit: int, totals: Totals) -> None:
-        """Reduce-scatter a unit's gradients: take those of whole parameters out of `totals`, sum
+        """Reduce-scatter a unit's gradients: take them, by whole parameter, out of `totals`, sum
         them over ranks in the order of ranks, and add this rank's rows to `.grad` of the shards.
 
         A rank without a gradient of a parameter contributes zeros; if no rank has one, `.grad`
@@ -376,8 +376,8 @@ class ShardedParameters:
         places: Mapping[nn.Parameter, Tensor],
         before: Mapping[nn.Parameter, Tensor],
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield, in ZERO_0, each parameter that has a gradient on some rank, with that gradient
-        summed over ranks in their order, plus the gradient in `before` if it has one.
+        """Yield, in ZERO_0, each parameter of a unit with its gradient, if some rank has one: the
+        sum over ranks, in their order, plus the parameter's entry in `before`, if any.
 
         Use a sum before the next is requested; all ranks iterate to the end. Gradients are taken
         out of `totals`; a rank without one uses the memory in `places`, zeroed.
@@ -416,8 +416,8 @@ class ShardedParameters:
     def places(
         self, before: Mapping[str, ShardPlacement] | None = None
     ) -> dict[str, ShardPlacement]:
-        """Return where this rank's part of each parameter lies in the whole. `before` gives this
-        for parameters that were split already, as by tensor parallelism."""
+        """Return where this rank's part of each parameter lies in the whole. `before` has these
+        places for parameters that tensor parallelism has already split."""
         placements = {}
         for cut in (cut for unit in self._units for cut in unit.cuts):
             placement = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
@@ -535,8 +535,8 @@ class ShardedParameters:
         total: Tensor | None,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Return this rank's rows of a gradient, the sum of the ranks' `total` plus the same rows
-        of `before`; in ZERO_0 all rows, in the memory of `total` if its size fits."""
+        """Return this rank's rows of a gradient: the sum of the ranks' `total`, plus these rows of
+        `before`. In ZERO_0 return all rows, in the memory of `total` if its size fits."""
         ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
@@ -602,7 +602,7 @@ def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _typed_view(memory: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over `memory` from byte `start` on, with a version counter of its own."""
+    """Return a tensor over `memory` from byte `start` on, whose version counts its own writes."""
     shape = torch.Size(shape)
     view = torch.empty(0, dtype=dtype, device=memory.device)
     strides = torch.empty(shape, device="meta").stride()

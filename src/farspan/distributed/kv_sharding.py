@@ -49,8 +49,8 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """K, V of earlier chunks (`KeyValues`) that also give all of this rank's rows at once, as a
-    ring sends them, and take the gradients of all these rows at once."""
+    """K, V of earlier chunks (`KeyValues`), of which a ring of ranks reads all rows of this rank at
+    once, and adds all these rows' gradients at once."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
         """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks, T rows."""
@@ -80,7 +80,7 @@ class Ring:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse, as `chunk.attend` does, of this rank's queries over the keys of all
-        ranks. q [B, H, n, D] and k, v [B, Hk, n, D] are this rank's part of the chunk."""
+        ranks. q [B, H, n, D] and k, v [B, Hk, n, D] are this rank's n tokens of the chunk."""
         out, lse = self.attend_blocks(call, q, k, v, key_values)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -90,7 +90,7 @@ class Ring:
     def attend_blocks(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> tuple[Tensor, Tensor]:
-        """Return out, in the accumulate dtype, and lse as `attend` does, but without sinks."""
+        """Return out and lse as `attend` does, but without sinks and in the accumulate dtype."""
         others = self._others(k, v, key_values)
         out, lse = attend_blocks(call, q, k, v, key_values)
         out = out.to(lse.dtype)
@@ -108,9 +108,9 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk, dv of this rank's part of the chunk, with the terms of all ranks, and the
-        sinks' gradient from its queries, as `chunk.attend_backward` does. dK, dV of this rank's
-        rows of earlier chunks, from the queries of all ranks, are added to `key_values`."""
+        """Return dq, dk, dv of this rank's part of the chunk, summed over ranks, and the sinks'
+        gradient from its queries, as `chunk.attend_backward` does. dK, dV of this rank's rows of
+        earlier chunks, summed over the queries of all ranks, are added to `key_values`."""
         q, k, v = of_keys
         others = self._others(k, v, key_values)
         dq, dk, dv, _ = attend_backward(call, dout, q, k, v, attended, key_values)
@@ -135,7 +135,7 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return `call` for peer `source`'s rows, which all count as earlier keys."""
+        """Return the call of this rank's queries over peer `source`'s rows, all as earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(
@@ -259,7 +259,7 @@ class KVShards:
         sinks: Tensor | None = None,
     ) -> Attended:
         """Return out [B, H, n, Dv] and lse, as `chunk.attend` does, of this rank's queries over all
-        ranks' keys. q [B, H, n, D] and k, v [B, Hk, t, D] are this rank's part of the chunk."""
+        ranks' keys. q [B, H, n, D] and k, v [B, Hk, t, D]: this rank's n queries and t keys."""
         of_all = _heads_first(self.peers.gather(_token_first(q), self.counts))
         if self.ring is None:
             out, lse = attend_blocks(call, of_all, k, v, key_values)

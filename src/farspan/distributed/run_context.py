@@ -37,8 +37,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # short messages go th
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """Rank of this process among `ranks` processes. `local` is the process's index, and its GPU's,
-    on its machine, which has `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
+    """Rank of this process among `ranks` processes, and its index `local`, also its GPU's, among
+    the `near` processes on its machine (torchrun's LOCAL_WORLD_SIZE)."""
 
     rank: int
     ranks: int
@@ -113,9 +113,9 @@ def process_group(
 
 @contextmanager
 def _joining(launch: LaunchEnv, seconds: float) -> Iterator[None]:
-    """Guard calls of the store until a FailureDetector runs: if the store does not answer within
-    `seconds`, end the process, because such calls neither return nor raise. Raises RankFailed if a
-    call raises."""
+    """Guard calls of the store until a FailureDetector runs. End the process if the store does not
+    answer within `seconds`, since calls then neither return nor raise. Raises RankFailed if a call
+    raises."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     host = _launcher() or f"rank 0, which has the store of all ranks at {where},"
     silent = RankFailed(
@@ -181,7 +181,7 @@ def _listen(host: str, port: int, is_far: bool) -> int | None:
 
 
 def _launcher() -> str | None:
-    """Return a name for the launcher's store, for errors; None if rank 0 has the store."""
+    """Return, for errors, the name of the store that the launcher holds; None if rank 0 does."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return f"the launcher's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -191,8 +191,8 @@ _boards = 0
 
 
 def _number() -> int:
-    """Return a number for the next FailureDetector's keys in the store: the same on all ranks,
-    which open detectors in the same order."""
+    """Return a number that keeps the next FailureDetector's keys in the store apart from earlier
+    ones': the same on all ranks, which open detectors in the same order."""
     global _boards
     _boards += 1
     return _boards
@@ -271,8 +271,8 @@ class DistributedContext:
             self.halt.ask(number)
 
     def must_stop(self, point: StopPoint) -> int:
-        """Return the number of the signal if all ranks stop at this point, 0 if they go on. At a
-        point that only some ranks pass, they go on."""
+        """Return the signal's number if all ranks stop at this point, 0 if they go on: always 0 at
+        a point that only some ranks pass, for which the others would wait in vain."""
         # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
         # only, may be shorter than the others.
         if point is not StopPoint.BATCH and self.layout.pipeline > 1:

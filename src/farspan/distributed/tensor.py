@@ -168,8 +168,8 @@ class _LocalHeads:
 def local_block(
     module: nn.Module, block: TensorBlock, ranks: int, index: int, gather: GatherFeatures
 ) -> nn.Module:
-    """Return a copy of attention or an MLP (`block`) for this rank's slices of weights. Its output,
-    summed over ranks, is that of the whole block without the last module's bias."""
+    """Return a copy of attention or an MLP (`block`) that runs on this rank's slices of weights.
+    The sum of its outputs over ranks is the whole block's output before the last module's bias."""
     last = module.get_submodule(block.last)
     inside: dict[str, nn.Module] = {
         block.last: shell_of(last, parameters={"bias": None}, own_forward=True)
@@ -198,7 +198,7 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """Return `weight`'s values, of which only rows [start, start + size) pass gradients on."""
+    """Return `weight`, of which only rows [start, start + size), this rank's, pass gradients on."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 
@@ -332,8 +332,8 @@ def _run_sharded(
 
 @dataclass(slots=True)
 class _AllRanksFeatures:
-    """Features of all ranks for modules that need these together (`_Wide`), kept while one process
-    runs the ranks in turn."""
+    """Features that each rank's slice computes, for modules that need those of all ranks (`_Wide`),
+    kept while one process runs the ranks in turn."""
 
     ranks: int
     seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class ParameterCut:
     parts: tuple[int, ...]  # their sum is shape[dim]
 
     def slice(self, whole: Tensor, index: int, ranks: int) -> Tensor:
-        """Return a copy of rank `index`'s slices of the parameter, one of each part."""
+        """Return a copy of what rank `index` holds: its slice of each part (such as Q, K, V)."""
         assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
         own = []
         for piece in whole.split(self.parts, self.dim):
@@ -92,10 +92,10 @@ class TensorPlan:
 
     @cached_property
     def cuts(self) -> dict[str, ParameterCut]:
-        """Sharding of each sharded parameter, by its name in the model. A rank has only a part of
-        the gradient of a layer's other parameters, to be summed over the ranks of `tensor`: norms
-        see a rank's own tokens, norms in attention its own heads, and rowwise biases are added to
-        its own tokens."""
+        """Sharding of each sharded parameter, by its name in the model. A layer's other parameters
+        are whole, but their gradients must be summed over the ranks of `tensor`: norms see only a
+        rank's own tokens, norms in attention its own heads, and rowwise biases are added to its own
+        tokens."""
         return {
             f"{self.prefix}.{index}.{name}": cut
             for index, layer in enumerate(self.layers)

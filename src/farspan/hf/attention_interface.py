@@ -66,7 +66,7 @@ def _attention(
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
-    """Record the window or chunk of a mask that the model requests, without building that mask."""
+    """Note the window or chunk size of a requested mask for `watching_masks`; build no mask."""
     noted = _local_sizes.get()
     if noted is not None and local_size is not None:
         noted.add(int(local_size))
@@ -80,8 +80,8 @@ AttentionMaskInterface.register(PROBE, _mask)
 def attended(
     attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, keywords: Any, **further: Any
 ) -> Tensor:
-    """Return the result of a model's attention call, [B, C, H, Dv], computed by `attend`, such as
-    `attention.backends.reference`. `keywords` are the call's own."""
+    """Return the result [B, C, H, Dv] of a model's attention call, computed by `attend`, such as
+    `attention.backends.reference`. `keywords` are the call's own, such as sliding_window."""
     window, softcap, sinks = map(keywords.get, ("sliding_window", "softcap", "s_aux"))
     out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
     return out.transpose(1, 2)

@@ -197,7 +197,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
 
 
 class _QueryOnly(torch.autograd.Function):
-    """Stand-in for attention that saves only q: in a cell, its output is in another buffer."""
+    """Stand-in for attention that saves only q, as in a cell, whose buffers hold the output."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -231,8 +231,8 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
 
 def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
     """Estimate a layer's work from its weights and saved bytes. Each matrix is multiplied once per
-    token; of experts stacked in one tensor, `active` are. Convolutions over a few tokens are left
-    out. Saved tensors are written and read once, a lower bound of element-wise traffic."""
+    token, or `active` of the experts that are stacked in one tensor. Convolutions over a few tokens
+    are left out. Saved tensors are written and read once, a lower bound of element-wise traffic."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}

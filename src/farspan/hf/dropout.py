@@ -46,7 +46,7 @@ _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def _words(counters: Tensor, key: int) -> Tensor:
-    """Return int32 words [..., 2], two per int64 counter [...], drawn by splitmix64."""
+    """Return two random int32 words [..., 2] for each int64 counter [...], by splitmix64."""
     z = counters.mul_(_GOLDEN).add_(_signed(key))
     for shift, factor in (30, _FIRST), (27, _SECOND):
         z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
@@ -65,7 +65,7 @@ class Numbers:
     fused: bool = False  # a kernel draws them
 
     def words(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the random int32 words that the elements' numbers are mixed from: two per token,
+        """Return random int32 words, from which each element's number is mixed: two per token,
         [batch, tokens, 2], and one per feature, [features]."""
         batch, tokens, features = x.shape
         rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]

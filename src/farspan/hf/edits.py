@@ -46,7 +46,7 @@ GLOBAL_HOOKS = (
 
 
 class Same:
-    """Reference to an object, equal to a reference to the same object with the same `mark`. Its
+    """Reference to an object. Two are equal if the object and `mark`, its state, are the same. Its
     text has no address, so that processes which have made the same model get the same text."""
 
     __slots__ = ("_held", "mark", "text")
@@ -191,7 +191,7 @@ class _ModelWalk:
 
     def _class_of(self, kind: type) -> Any:
         """Return a class with its present methods and plain attributes, and the functions that
-        methods call by name: libraries replace all of these."""
+        methods call by name, since libraries replace any of these at run time."""
         found = self._classes.get(kind)
         if found is None:
             own = takewhile(lambda one: one not in BASES, kind.__mro__)
@@ -221,8 +221,8 @@ def _called_by(method: FunctionType) -> list[Any]:
 
 
 def _tensor(x: Tensor) -> Same:
-    """Return a reference to a tensor that differs once the tensor is edited. A buffer's includes
-    the version counter, which counts writes in place; a parameter's not: every update writes."""
+    """Return a reference to a tensor that is unequal once the tensor is edited. A write in place,
+    seen by the version counter, edits a buffer, but not a parameter, which every update writes."""
     text = x.dtype, tuple(x.shape), x.requires_grad
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version

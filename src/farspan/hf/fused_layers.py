@@ -83,10 +83,10 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tens
 
 
 def _same(actual: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> bool:
-    """Return whether a module's own code and a formula give the same results. Values must agree bit
-    for bit: in bf16, where roundings show the order of operations, and fp32; for small and large
-    inputs, where clamps begin; with and without autograd. Gradients must agree up to rounding:
-    detached tensors would change them."""
+    """Return whether a module's own code and a formula give the same results, for small and large
+    inputs (where clamps begin), with and without autograd. Values must agree bit for bit in fp32
+    and in bf16, whose roundings show the order of operations; gradients, which detached tensors
+    would change, only up to rounding."""
     for dtype in (torch.bfloat16, torch.float32):
         for scale in SCALES:
             xs = [(scale * x).to(dtype) for x in inputs]

@@ -292,7 +292,7 @@ def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[
 
 def _read(config: PretrainedConfig, name: str, value: Any) -> dict[str, dict[str, Any]]:
     """Return the RoPE parameters, by kind of layer, that transformers makes of a config.json in
-    which only the field `name` describes RoPE; empty if it fails."""
+    which only the field `name` describes RoPE; empty if the family's code raises."""
     rest = {n: v for n, v in config.to_dict().items() if n not in (*SPELLINGS, name)}
     try:
         with _quietly():
@@ -578,7 +578,7 @@ def _field(config: Any, name: str) -> str | None:
 
 
 def _long_tables(module: nn.Module) -> list[bytes]:
-    """Return the tables that a RoPE would make only for a long sequence."""
+    """Return the tables that longrope makes for a long sequence, which no buffer has until then."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     config: Any = getattr(module, "config", None)

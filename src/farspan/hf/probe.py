@@ -89,8 +89,8 @@ class _NoChance(UncompiledMode):
         return out
 
     def _compared(self, func: Any, args: tuple[Any, ...], index: int, kwargs: Any) -> Any:
-        """Return the result of comparing a drawn number. Raises UnsupportedError if the result is
-        not the same at both ends of the number's range."""
+        """Return the result of comparing a drawn number, the same whatever number is drawn. Raises
+        UnsupportedError if it differs between the ends of the number's range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
         ends = (torch.full_like(args[index], end) for end in _ENDS)
@@ -219,7 +219,7 @@ def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: Layer
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raise UnsupportedError if a layer has a convolution, but `spec` has no state for it."""
+    """Raise UnsupportedError for a convolution without state in `spec`: chunks would cut it."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
         attends = "attends; expected one or the other in a layer"
@@ -412,7 +412,7 @@ def _refuse_mixing(stages: CausalLMStages, how: str, actual: Tensor, whole: Tens
 
 def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
     """Raise UnsupportedError if tokens in a layer influence each other by anything but the
-    attention in `seen`. A layer of every kind runs on these hidden states, [1, TOKENS, hidden]."""
+    attention or states in `seen`. A layer of each kind runs on `hidden`, [1, TOKENS, hidden]."""
     dtype = stages.dtype if stages.dtype in MIXING else torch.float32
     for index, layer in _of_each_kind(stages, seen):
         if not seen[index].state:

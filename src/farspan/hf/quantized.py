@@ -178,8 +178,8 @@ def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module on a device. bitsandbytes 0.50 would copy all of the memory in
-    which packed weights lie, which is that of every layer if weights are streamed."""
+    """Return a copy of a module on a device, without packed weights of other modules: bitsandbytes
+    0.50 would copy all memory around a packed weight, that of every layer if they are streamed."""
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         if _state(weight) is not None:
@@ -212,8 +212,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int, Any]:
-    """Return a memo for `deepcopy`, by which a copy has plain linear modules for packed (4-bit)
-    ones. `weight` returns the plain weight of a packed module."""
+    """Return a memo by which `deepcopy` replaces packed (4-bit) linear modules by plain ones in the
+    copy. `weight` returns the plain weight of a packed module."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if not is_packed(module):

@@ -123,8 +123,8 @@ def recorded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def balance_loss(routers: Routers, seen: list[Tensor]) -> Tensor:
-    """Return the load-balancing loss of all rows at once, times its coefficient: a check of
-    `RouterLoss`."""
+    """Return the load-balancing loss, times its coefficient, of the logits in `seen` all at once,
+    to check `RouterLoss`."""
     logits = torch.cat(seen)
     normal = logits.to(accumulate_dtype(logits.dtype)).softmax(-1)
     chosen = nn.functional.one_hot(logits.topk(routers.top_k, -1).indices, routers.experts)
@@ -188,13 +188,13 @@ class RouterLoss:
         return rows.view(-1, 1)
 
     def count(self, counts: Tensor) -> None:
-        """Add a router's logits [rows, E] to the sums; nothing once `complete` was called."""
+        """Add a router's `counts_of` to the sums; not after `complete`, when cells run again."""
         if not self._is_complete:
             self._sums += counts
 
     def complete(self, add_up: Callable[[Tensor], Any] | None) -> None:
-        """End the counting; the backward may begin. `add_up` sums a tensor over the ranks that
-        share the sequence, in place; all these ranks call it."""
+        """End the counting, so that the backward may begin. `add_up` sums the counts over the ranks
+        that share the sequence, in place; all these ranks call it."""
         if add_up is not None and not self._is_complete:
             add_up(self._sums)
         self._is_complete = True
@@ -207,7 +207,7 @@ class RouterLoss:
         return torch.cat((balance[None], squares / number))
 
     def gradient(self, logits: Tensor, rows: Tensor | None) -> Tensor:
-        """Return the gradient of the caller's loss by a router's logits [rows, E]."""
+        """Return what router losses add to the loss's gradient by a router's logits [rows, E]."""
         assert self._is_complete, "a backward began before all choices were counted"
         choices, _, _, number = self._parts
         wide = logits.to(accumulate_dtype(logits.dtype))
@@ -225,9 +225,9 @@ class RouterLoss:
 
 @torch.no_grad()
 def counts_of(routers: Routers, logits: Tensor, rows: Tensor | None) -> Tensor:
-    """Return sums over a router's logits [rows, E], in float64: the choices of each expert, the
-    probability of each expert, the squared logsumexps, and the rows; `rows` [rows, 1] weighs
-    them."""
+    """Return sums over the rows of a router's logits [rows, E], in float64: each expert's choices,
+    each expert's probability, squared logsumexps, and the number of rows. `rows` [rows, 1] are the
+    rows' weights, 0.0 for padding."""
     weights = torch.ones_like(logits[:, 0], dtype=torch.float64) if rows is None else rows[:, 0]
     wide = logits.to(accumulate_dtype(logits.dtype))
     # As in transformers: ties are decided in the dtype of the logits.
@@ -262,8 +262,8 @@ def hooks(model: PreTrainedModel) -> Iterator[Part]:
 def _hook(
     routers: Routers, router: nn.Module, place: int, _: nn.Module, __: Any, output: Any
 ) -> Any:
-    """Add a router's logits to the step's sums, and return its output with a backward that adds the
-    router losses' gradient; None, for no change, if no gradient is needed."""
+    """Add a router's logits to the step's sums. Return its output with a backward that adds the
+    router losses' gradient, or None (no change) if no gradient is needed."""
     losses = _RUNNING.get(router)
     outputs = list(output) if isinstance(output, tuple) else [output]
     logits = outputs[place if isinstance(output, tuple) else 0]

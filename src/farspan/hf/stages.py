@@ -313,9 +313,9 @@ class CausalLMStages:
         )
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
-        """Call `run(in_tuples)` and return its result. If True, stand-ins for layers return tuples,
-        as Bamba's layers do, else a hidden state alone, as most do. The variant that works is used
-        from then on."""
+        """Return the result of `run(in_tuples)`: whether stand-ins for layers return tuples, as
+        Bamba's layers do, or a hidden state alone, as most do. Tries the latter first, and keeps to
+        tuples from then on if only these work."""
         if self._in_tuples:
             return run(True)
         try:
@@ -382,8 +382,8 @@ class CausalLMStages:
         return found
 
     def in_copies(self) -> PreTrainedModel | None:
-        """Return a copy of the model whose modules around the layers run their classes' forwards;
-        None if no such module has a forward of its own, set on the instance."""
+        """Return a copy of the model in which modules around the layers run their class's forward,
+        not one set on the instance; None if no such module has one."""
         around = [
             self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))
         ]
@@ -403,8 +403,8 @@ class CausalLMStages:
         return cast(PreTrainedModel, inner)
 
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
-        """Return a copy of a module around the layers. `inside` replaces children by name, and the
-        copies of `run_in` replace the other children."""
+        """Return a copy of a module around the layers with children replaced: those in `inside` by
+        name, the others by the copies of `run_in`."""
         children = module.named_children()
         return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 

@@ -104,7 +104,7 @@ def forwards(by_module: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
 
 
 def replacements(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Part]:
-    """Yield (table, name, new parameter) for `put`, under every name of a tied parameter."""
+    """Yield (module's table, name, new parameter) for `put`, under all names of tied parameters."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in others:

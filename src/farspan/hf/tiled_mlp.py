@@ -109,8 +109,8 @@ class _TiledModule(StandIn):
         return out
 
     def gradient(self, x: Tensor, dout: Tensor, place: TokenRange) -> Tensor:
-        """Return the gradient of x, and add the weights' gradients tile by tile. `place` is the
-        range of the sequence's tokens in x, by which dropout repeats its numbers."""
+        """Return the gradient of x, and add up the weights' gradients tile by tile. `place` is x's
+        range of tokens in the sequence, so that dropout repeats its random numbers."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         dx = torch.empty_like(x)
         for span in self._spans(x, place):
@@ -200,7 +200,7 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
     """Return, by layer, the children that probably may run on tiles, for a model without values,
-    where no proof is possible. Gradients are taken to depend on outputs that autograd saves."""
+    where no proof is possible. A child's output that autograd saves counts as `needed`."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:
@@ -283,8 +283,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Return the children in `worth`, each with whether gradients depend on its output's
-        values. Raises UnsupportedError if tiles change a gradient."""
+        """Return the children worth tiling (`worth`), each with whether some gradient depends on
+        its output's values. Raises UnsupportedError if tiles change a gradient."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []
