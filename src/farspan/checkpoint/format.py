@@ -109,7 +109,8 @@ class SavedCheckpoint:
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
-    """Run `work` and return its result. An UnsupportedError on one rank is raised on all."""
+    """Run `work` and return its result. An UnsupportedError on one rank is raised on all ranks, so
+    that no rank waits for it."""
     result, own_refusal = None, None
     try:
         result = work()
@@ -251,7 +252,8 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Write the JSON file once all ranks have written; rename the folder. Raises WriteFailed."""
+    """Complete a checkpoint: write its JSON file, and rename its folder to `path`. Raises
+    WriteFailed."""
     named = {name: form for rank_forms in forms for name, form in rank_forms.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}

@@ -207,8 +207,8 @@ def _is_in_the_way(path: Path) -> bool:
 
 
 def _make_way(path: Path, spared: set[str]) -> None:
-    """Free the path of a checkpoint that is about to be written. If its name is in `spared`, rename
-    the checkpoint that is there now, and remove the name from `spared`. Raises WriteFailed."""
+    """Make way for a checkpoint at `path`: if its name is in `spared`, one that may be intact is
+    there and is renamed. Then the name is removed from `spared`. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
     if path.name in spared:
         _set_aside(path)
@@ -344,8 +344,8 @@ class Saver:
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
         """Delete checkpoints up to `step`, except the latest `keep` and that of step `best`. If
-        `saved`, that of `step` was just written, and later ones, from which this run could not
-        resume, are deleted too. Skipped ones that may be intact stay. Raises WriteFailed."""
+        `saved` (this run has just written `step`), delete later ones too: it could not resume from
+        them. Those that `resume` skipped and that may be intact stay. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]
@@ -411,8 +411,8 @@ def _own(number: int) -> str:
 
 
 def _generators(world: DistributedContext) -> dict[str, str]:
-    """Return the names of a rank's random generators in the process, by name in a checkpoint:
-    `cuda` is the rank's GPU, which one process saved as `cuda:N` before version 0.2."""
+    """Return a mapping of random generators: name in a checkpoint to name in this process. `cuda`
+    is the rank's own GPU, which one process saved as `cuda:N` before version 0.2."""
     if world.device.type == "cpu":
         return {"cpu": "cpu"}
     gpu = f"cuda:{world.device.index or 0}"
@@ -477,8 +477,8 @@ def is_exported(
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of an exported folder's weights, their index and configuration, by file;
-    users may edit the tokenizer's files."""
+    """Return the SHA-256 of an exported folder's weights, their index and configuration, by file.
+    The tokenizer's files are left out: users may edit them."""
     named = [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]
     named += [p for p in (folder / "config.json", folder / ADAPTER_CONFIG) if p.is_file()]
     return {path.name: digest(path) for path in sorted(named)}

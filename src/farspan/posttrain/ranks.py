@@ -115,8 +115,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Set each parameter's `requires_grad` to its value in `flags` inside the block: peft clears
-    that of adapters while it switches them off."""
+    """Set each parameter's `requires_grad` to its value in `flags` inside the block: peft sets it
+    to False for adapters while it switches them off."""
     with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
 

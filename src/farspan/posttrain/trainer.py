@@ -287,8 +287,8 @@ class LongContext:
             )
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
-        """Run the Trainer's own loop. Its `preprocess_logits_for_metrics` runs in each prediction
-        step, on some tokens at a time."""
+        """Run the Trainer's own loop. Each prediction step calls `preprocess_logits_for_metrics`
+        itself, on some tokens at a time: the logits of all tokens may not fit in memory."""
         own: Any = super()
         if self._by_values:
             return own.evaluation_loop(*args, **keywords)
@@ -302,9 +302,9 @@ class LongContext:
             self.preprocess_logits_for_metrics = self._preprocess
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
-        """Return the loss of the Trainer's own method, after a reference model's log-probabilities.
-        Both models share memory: TRL would run the reference between the policy's forward and
-        backward, and overwrite saved activations, so that the forward ran again."""
+        """Return the loss of the Trainer's own method, with a reference model's log-probabilities
+        computed first: TRL computes them between the policy's forward and backward, which would
+        overwrite saved activations in the memory that both models share, and repeat the forward."""
         compute = super().compute_loss  # type: ignore[misc]
         names = next(
             (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()

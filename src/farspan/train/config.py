@@ -245,12 +245,12 @@ class SparseConfig(Sparse):
             )
 
     def spec(self) -> Sparse:
-        """Return the `Sparse` value for a Schedule, which has no `warn_below` and no index."""
+        """Return the settings as a Schedule's `Sparse`, which lacks `warn_below` and the index."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":
-        """Return a copy with the settings in `pages`, and without the index if `pages` uses none.
-        Raises UnsupportedError if `pages` needs an index and this configuration has none."""
+        """Return this configuration with the settings of `pages`; the index is dropped if `pages`
+        uses none. Raises UnsupportedError if `pages` needs an index and there is none here."""
         index = self.index if pages.indexed else None
         try:
             return SparseConfig(**asdict(pages), index=index, warn_below=self.warn_below)

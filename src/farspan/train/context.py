@@ -122,8 +122,8 @@ def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
     """Describe a sharded model for the planner, with the sizes of the unsharded model. Raises
-    UnsupportedError for ZeRO stages 1 and 2, and if tensor parallelism has cut weights that the
-    configuration alone does not describe."""
+    UnsupportedError for ZeRO stages 1 and 2, and under tensor parallelism for models whose sizes
+    their configuration does not give, such as those with adapters."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
     if stage not in (Stage.ZERO_0, Stage.ZERO_3):
         raise UnsupportedError(
@@ -159,8 +159,8 @@ def inspect_blank(
     kernels: Kernels,
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """Describe a model, also without weights, by its configuration's profile or, if that has other
-    sizes than `sizes` (see `_sizes`; default: the model's total), by a profile of the model."""
+    """Describe a model (its weights are not needed) by its configuration's profile; if that differs
+    from `sizes` (see `_sizes`; default: the model's total), by a profile of the model itself."""
     model = stages.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -288,8 +288,8 @@ def text_config(model: Any) -> Any:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch all adapters off inside the block, and leave their parameters trainable. peft's own
-    context manager does not, and farspan would have to inspect the model again."""
+    """Switch all adapters off inside the block, but leave their parameters trainable: peft's own
+    context manager changes that, after which farspan would have to inspect the model again."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True

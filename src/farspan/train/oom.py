@@ -106,8 +106,8 @@ def fixed_bytes(budget: Budget) -> int:
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Return a schedule that takes fewer bytes of `tiers` than `schedule`, if possible at most the
-    fraction RETRY_SHARE of them, or None if no change saves the fraction WORTH.
+    """Return a schedule that takes fewer bytes of `tiers` than `schedule`: at most RETRY_SHARE
+    times as many if possible. Returns None if no change saves the share WORTH of the bytes.
 
     Fields are changed one after the other, the cheapest in time first. In a pipeline every stage
     keeps its layers, so that its ranks can run the result.

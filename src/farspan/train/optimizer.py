@@ -155,7 +155,7 @@ class EightBitStates:
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's initial AdamW state, in the format that torchao would choose at the
         first step. No public function makes it: `_new_buffer(parameter, signed)` returns zeros of
-        one byte per element or in the parameter's dtype, by the rule at the top of this file."""
+        one byte per element, or in the parameter's dtype if it is small or no multiple of 256."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }
@@ -244,9 +244,9 @@ class TrainingOptimizer:
         room: int | None = None,
         streamed: StreamedWeights | None = None,
     ) -> None:
-        """Allocate all states. Those in main memory may take at most `room` bytes in this process
-        (None: no limit). `streamed` are the weights if these and their gradients are in main
-        memory. Raises UnsupportedError, TooLarge."""
+        """Allocate all states; those in main memory may take at most `room` bytes in this process
+        (None: no limit). `streamed` holds the model's weights if they and their gradients are in
+        main memory, else None. Raises UnsupportedError, TooLarge."""
         self._config = config
         self._pieces = pieces
         self._streamed = streamed
@@ -327,8 +327,8 @@ class TrainingOptimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """Update once with gradients of the norm `norm`, and drop the gradients. A thread may run
-        the update while the next step begins; call `settle` before reading weights or states."""
+        """Limit the gradients, whose norm is `norm`, as configured; update; drop them. A thread may
+        do so while the next step begins: call `settle` before reading weights or states."""
         if self._thread is not None:
             self._update_on_thread(self._thread, lr, norm)
             return

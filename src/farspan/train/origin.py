@@ -57,8 +57,8 @@ def is_adapters(path: Path) -> bool:
 
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
-    """Return (model to load, folder of adapters). If `model.path` is such a folder, the model is
-    the adapters' base model, with adapters configured like those there; else the folder is None.
+    """Return (model to load, folder of adapters). If `model.path` is a folder of adapters, the
+    model is their base model, with adapters configured like them; otherwise return (`model`, None).
     Raises UnsupportedError naming the field, also for quantised weights without adapters."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
@@ -138,8 +138,8 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """Return the run with two values from its folder, unless the command sets them: `start`, and
-    the date that chat templates insert (`data.day`; today for a new run).
+    """Return the run as it began: unless the command sets them, two values come from its folder,
+    `start` and the date that chat templates insert (`data.day`; today for a new run).
 
     Raises:
         UnsupportedError: The folder's config.yaml has an invalid `start`.
@@ -162,8 +162,8 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
-    """Copy the weights that `start` names into a loaded model, unless a checkpoint of this run or,
-    with `start.states`, of the named run is restored. Raises UnsupportedError naming the field."""
+    """Copy the weights that `start` names into a loaded model, unless a checkpoint is restored:
+    this run's or, with `start.states`, the other's. Raises UnsupportedError naming the field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return

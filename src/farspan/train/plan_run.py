@@ -187,8 +187,8 @@ def question_of_run(
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     """Return the model to plan for, and whether its linear modules have 4-bit weights. The model is
-    a configuration; profiles if adapters are not on every linear module or have dropout. Raises
-    UnsupportedError for a model that cannot be trained exactly."""
+    a configuration or, if adapters skip some linear module or have dropout, profiles of the model.
+    Raises UnsupportedError for a model that cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -218,7 +218,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with AdamW states where `options` says; `auto` if no run file can say it."""
+    """Return the run with AdamW states as `options` says; `auto` for kinds that no run file has."""
     if "optimizer" not in options:
         return run
     name = options["optimizer"]
@@ -258,5 +258,5 @@ def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: Machin
 
 
 def stretched_by(model: str, tokens: int) -> dict[str, Any]:
-    """Return overrides (positions, RoPE) with which `model`, a name or folder, reads `tokens`."""
+    """Return the overrides (positions, RoPE) that let `model`, a name or folder, read `tokens`."""
     return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)

@@ -120,9 +120,9 @@ class FreeMemory:
 
 
 def free_now(device: torch.device, used: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
-    """Return the memory that this process can use: free memory and that which the run already uses.
-    On a CPU it uses `used` bytes in each of the `ranks` processes on this machine; on a GPU the
-    memory that torch has reserved, and `on_host` bytes of main memory per process."""
+    """Return the memory that this process can use: what is free, and what the run already holds. It
+    holds `used` bytes on a CPU, or on a GPU torch's reserved memory and `on_host` bytes of main
+    memory; the `ranks` processes on this machine hold equally much main memory."""
     host = available_host_bytes()
     if device.type == "cpu":
         return FreeMemory(0, host + ranks * used)
@@ -264,8 +264,8 @@ class SchedulePolicy:
 
 
 def _reused(plan: Plan | None, question: Question) -> Plan | None:
-    """Return `plan`, sized again for `question`, or None if it was made for another step or would
-    now have less memory to spare than when it was made."""
+    """Return `plan`, sized again for `question`, or None if the questions differ in more than the
+    machine, or if the plan would now have less memory to spare than when it was made."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -315,8 +315,8 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function that takes a program and returns the most bytes that a step takes outside
-    the program's buffers.
+    """Return a function of a program: the most bytes that a step takes outside the program's
+    buffers, for the temporary tensors of cells and for the values that the loss keeps per token.
 
     The model's profile predicts these bytes, and the first step measures them. For ranks that share
     a step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights

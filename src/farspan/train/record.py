@@ -1,6 +1,6 @@
 """Records of a run: its history (commands, machines and versions of each start), and one step in
 detail, with planned and measured memory by cause, and time by kind of work. Two steps per schedule
-are recorded: the first, which measures memory anyway, for memory, and the second for time.
+are recorded: the first for memory; the second, which metering does not slow, for time.
 
 The engine knows the exact bytes of weights, optimizer states and the program's buffers. Weight
 gradients are counted as they appear. The rest of the measured memory counts for the running cell.
@@ -295,10 +295,9 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause. Each is one number, or one per frame
-    (instructions that the report draws together) at its highest peak. `before` are the device's
-    bytes before the step (on a CPU, those of main memory), and `peak` is the measured peak above
-    these."""
+    """Return planned and measured bytes of a step by cause: one number each, or one per frame
+    (instructions that the report draws together), where memory peaks in it. `before`: the device's
+    bytes before the step (on a CPU, main memory's); `peak`: the measured peak above them."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(executed.peaks, frames)
     buffers = _buffers(executed.program, tiers, places)
@@ -323,8 +322,7 @@ def memory_json(
 
 
 def _fullest(peaks: Sequence[int], frames: StepFrames) -> Bytes:
-    """Return for each frame (instructions that the report draws together) the index of the
-    instruction with its highest peak bytes."""
+    """Return for each frame that the report draws the index of its instruction of highest peak."""
     values, tops, start = np.array(peaks, np.int64), list[int](), 0
     for end in frames.ends:
         stop = min(end, len(values))
@@ -397,8 +395,8 @@ def drawn_json(executed: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
-    """Return the seconds that the planner expects for an update of `batches` batches. Those of each
-    kind of work, and of attention, are as if it ran alone; `total` counts overlap."""
+    """Return the seconds that the planner expects for an update of `batches` batches. Each kind of
+    work, and attention, counts as if alone; `total` is what the update takes with overlap."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
     seconds, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):

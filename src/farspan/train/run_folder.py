@@ -381,7 +381,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _with_batch_of_all(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the batch of all replicas together, instead of one replica's."""
+    """Return the settings with the batch of all replicas, since their number alone may change."""
     batch = leaves["batch"] * (leaves.get(DATA) or 1)
     return _without("batch", leaves) | {"batch of all replicas": batch}
 

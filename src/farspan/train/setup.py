@@ -228,8 +228,8 @@ def _check_data(
 def _check_window(
     run: RunConfig, model: Any, reference: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
-    """Raise UnsupportedError, naming the document, if a document in memory (of a stream, only part
-    of the data is) does not fit the model or `reference` (None: no second model)."""
+    """Raise UnsupportedError, naming the document, if a document in memory does not fit the model
+    or `reference` (None: no second model). Of streamed data only a part is in memory."""
     for limited in [model] if reference is None else [model, reference]:
         place = ""
         try:

@@ -127,7 +127,7 @@ class _ParameterSlice:
 @dataclass(slots=True)
 class _StagingSlot:
     """Pinned buffers for the gradient and the weight of one slice while these are copied.
-    Invariant: `sent` is the event of the last copy out of the buffers."""
+    Invariant: the weight is overwritten only after `sent`, the event of its copy to the device."""
 
     gradient: Tensor  # uint8
     weight: Tensor  # uint8
@@ -565,8 +565,8 @@ class DiskStates(HostStates):
             slot.requests.append(move(memory, address))
 
     def _extents(self, piece: _ParameterSlice, slot: _DiskSlot) -> list[tuple[int, Tensor]]:
-        """Return pairs for a slice's master copy, if any, and each moment: the offset in the file,
-        and the view of `slot`, the slice's buffer, that holds it."""
+        """Return a pair (offset in the file, view of the buffer `slot`) for each array of a slice:
+        its master copy, if any, and both moments."""
         wide = accumulate_dtype(self._parameters[piece.name].dtype)
         start, size = piece.start * wide.itemsize, (piece.stop - piece.start) * wide.itemsize
         return [

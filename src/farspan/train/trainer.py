@@ -231,7 +231,7 @@ class TrainingLoop:
             return found, seen
 
     def _routing(self, micro: Micro, share: float) -> dict[str, Any]:
-        """Return a step's arguments to add the routers' losses times `share`, if there are any."""
+        """Return arguments for a step that add `share` times its routers' losses, if any."""
         if not self._has_routers:
             return {}
         return {"attention_mask": micro.attention_mask, "router_share": share}
@@ -300,7 +300,8 @@ class TrainingLoop:
         return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Restore the run's latest checkpoint; else, with `start.states`, one of `start`'s run."""
+        """Restore the latest checkpoint of this run. If it has none, and `start.states` is set,
+        restore that of the run that `start` names."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -470,7 +471,7 @@ def base_of(run: RunConfig) -> dict[str, Any]:
 
 def returning_freed(callback: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
     """Wrap a progress callback so that every 16 cells glibc's heap returns free pages to the
-    system: pages between small live blocks, such as autograd's graphs, would otherwise stay."""
+    system. Otherwise those between small live blocks, such as autograd's graphs, would stay."""
 
     # LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without
     # this, and 2,349 with it, for 0.1 of 19 seconds of CPU.
