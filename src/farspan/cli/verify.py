@@ -185,9 +185,9 @@ def index_command(
 def compared(
     attention: SparseConfig | None, text: str | None, context: int, documents: int
 ) -> SparseConfig:
-    """Return the sparse attention for a comparison of selectors and budgets: the given one, or one
-    in which the last eighth of the context is always visible (the default, 4,096 tokens, is that
-    of 32K). Raises UnsupportedError for `documents` above 1, or a text but dense attention."""
+    """Return the sparse attention whose selectors and budgets to compare: the given one, or one
+    that always shows the last eighth of the context (of 32K: 4,096 tokens, as by default). Raises
+    UnsupportedError for `documents` above 1, or for dense attention with a text."""
     if documents > 1:
         raise UnsupportedError("documents: --text is read as one document; leave out --documents")
     if attention is None and text is not None:

@@ -303,7 +303,7 @@ def compare_and_tell(
 ) -> None:
     """Compare selectors and budgets of sparse attention on texts. Print the notes, the attention
     mass of each (the sum of dense attention's softmax weights over the tokens that it leaves
-    visible), and advice. Raises UnsupportedError, as for too short texts."""
+    visible), and advice. Raises UnsupportedError, for example if the texts are too short."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
     index = index_of(attention)

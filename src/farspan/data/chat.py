@@ -168,8 +168,8 @@ class ChatForm(Form):
         return self._noted(written, bare)
 
     def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
-        """Return a copy of `written` in which `holds_sign` says whether a message's content has a
-        token that ends turns."""
+        """Return a copy of `written` whose `holds_sign` says whether a message's own content has a
+        token that ends turns; the token cache counts such documents."""
         contents = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
         contains = any(sign in contents for sign in (*self.stops, *self.marks))
         return replace(written, holds_sign=contains)
@@ -258,8 +258,8 @@ class ChatForm(Form):
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
         """Return the values that a record gives to variables of the template. Raises
-        UnsupportedError for a variable that the template does not use. An empty one is dropped,
-        because every row of a table has all columns."""
+        UnsupportedError for a variable that the template does not use, unless its value is empty:
+        rows of a table have all columns, so that unused ones are empty, and dropped."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
         place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
         kwargs = read_object(given, place)
@@ -376,8 +376,8 @@ class ChatForm(Form):
         return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
 
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
-        """Return the token that ends the last turn of the model if the template writes it only
-        before a next turn, else "". A caller appends it: the model must learn to write it."""
+        """Return the token that ends the model's last turn if the template writes it only before a
+        next turn, else "". The caller appends it, so that the model learns to write it."""
         try:
             more = self._text(document, [*messages, _next(messages)])
         except UnsupportedError:  # the template may expect other roles
@@ -419,22 +419,22 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the messages with a placeholder as this turn's content; if `alone`, up to it."""
+        """Return the messages with a placeholder as this turn's content; `alone`: no later ones."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
 def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """Return placeholder content that no record contains: a list of parts if the content of any
-    message is such a list, else a text."""
+    """Return content that no record contains, to render in place of a message's content and so find
+    where the template writes it: a list of parts if any message's content is one, else a text."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 
 
 def _next(messages: Sequence[Message]) -> Message:
-    """Return a placeholder message to append to `messages`: a tool's result if the last message
-    calls a tool, else a user's message."""
+    """Return a message to append, to see what the template writes before a next turn: a tool's
+    result if the last message calls a tool, else a user's message."""
     content, calls = _nowhere(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
@@ -489,8 +489,8 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
 
 
 def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -> Collection[str]:
-    """Return the fields that a reader uses of a record: `names` and, if field `names[0]` holds
-    messages rather than a text, those with tools, system message and template variables."""
+    """Return which fields of a record its reader uses: those in `names` and, if the first of them
+    holds messages rather than a text, also tools, system message and template variables."""
     if chat is None or isinstance(document.fields.get(names[0]), str):
         return names
     return {*names, *({TOOLS, SYSTEM, TEMPLATE_KWARGS} & set(chat.reads(document)))}

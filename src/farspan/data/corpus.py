@@ -494,7 +494,7 @@ def open_corpus(
 
 @contextmanager
 def _naming(number: int | None) -> Iterator[None]:
-    """Add the number of a source to the keys in errors of the block: data.sources[number]."""
+    """Name source `number`, as data.sources[number], in errors that the with-block raises."""
     try:
         yield
     except UnsupportedError as error:

@@ -145,8 +145,7 @@ class Fields:
 
     def documents(self, rows: Iterable[Document]) -> Iterator[Document]:
         """Yield each record with only the fields that the format uses. Raises UnsupportedError at
-        the end if other fields had content that would be lost; the error names and counts all of
-        them."""
+        the end if other fields had content that would be lost; the error names and counts them."""
         count = 0
         for count, document in enumerate(rows, start=1):  # noqa: B007 - the number of all records
             reduced = self._reduced(document)
@@ -232,7 +231,7 @@ class Fields:
 
 
 def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
-    """Raise UnsupportedError if a field that the user ignores is in no record: not in `seen`."""
+    """Raise UnsupportedError if data.ignore names a field that no record has (not in `seen`)."""
     for name in ignore:
         if name not in seen:
             raise UnsupportedError(

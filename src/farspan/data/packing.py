@@ -148,7 +148,7 @@ class Sequences(Protocol):
 
     @property
     def kept(self) -> PackingStats:
-        """Counts for an epoch or, of a stream, for its first window."""
+        """Counts of what is packed, for an epoch or, of a stream, for its first window."""
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the sequences with these indices, `[len(indices), context]`."""
@@ -214,7 +214,7 @@ class Mixture:
         return self._numbered(packing, self._packings[packing].once(number))
 
     def _due(self, time: Fraction) -> list[int]:
-        """Return how many sequences of each packing are due among the first `time` sequences."""
+        """Return how many of the mixture's first `time` sequences each packing gives."""
         return [math.floor(time * rate + Fraction(1, 2)) for rate in self._rates]
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -269,7 +269,7 @@ class PieceArrays:
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """Shuffle of one epoch: the piece in each place of the layout, and the order of sequences."""
+    """Shuffle of one epoch: which piece is in each place of the layout; the sequences' order."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64
@@ -436,7 +436,7 @@ class ConcatLayout:
 
     @property
     def kept(self) -> PackingStats:
-        """Counts for the first epoch; later epochs cut different documents."""
+        """Counts of what the first epoch packs; later epochs cut different documents."""
         ends = self._order(0).ends
         begins = np.concatenate([[0], ends[:-1]])
         divided = int((begins // self._context != (ends - 1) // self._context).sum())
@@ -456,7 +456,7 @@ class ConcatLayout:
         return ConcatOrder(order, np.cumsum(self._lengths[order]))
 
     def _pieces(self, start: int, length: int) -> list[DocumentPiece]:
-        """Return the pieces of documents in `length` tokens of the concatenation from `start`."""
+        """Return the pieces in tokens [start, start + length) of the concatenated documents."""
         pieces: list[DocumentPiece] = []
         while length > 0:
             epoch, offset = divmod(start, self._tokens)

@@ -109,7 +109,7 @@ def _skipped(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """Read a file's bytes. Raises UnsupportedError if that fails, or for more than `most` bytes."""
+    """Read a file's bytes. Raises UnsupportedError if it is unreadable or exceeds `most` bytes."""
     with _opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -177,7 +177,7 @@ class DataFiles:
         return self.reading.how_far()
 
     def listing(self) -> list[list[object]]:
-        """Return JSON values that change with the documents: file names, sizes and times."""
+        """Return JSON values for the cache's key: the names, sizes and times of the files."""
         return [[self._holds(path), *_stamp(path)] for path in self.files]
 
     def _holds(self, path: Path) -> str:
@@ -642,8 +642,8 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """Return what `DataFiles.behind` does. The place of a document is [0, its number, the state
-        of the library's dataset]."""
+        """Return the documents after one that was read earlier, as `DataFiles.behind` does. The
+        place of a document is [0, its number, the state of the library's dataset]."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):

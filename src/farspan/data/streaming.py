@@ -54,7 +54,7 @@ class DocumentReader:
         self._kept: list[tuple[Place, Document, Behind]] = []
 
     def behind(self, place: Place) -> tuple[Document | None, Behind]:
-        """Return the first document after a place (None: no more), and a reader of the next."""
+        """Return the first document after a place (None: no more), and a reader of later ones."""
         if self._kept:
             at, document, behind = self._kept.pop()
             if at[:2] <= place[:2]:
@@ -202,7 +202,8 @@ class Stream:
         return [facts.digest for facts in self._facts]
 
     def expect(self, digests: Sequence[str]) -> None:
-        """Set the digests that a checkpoint recorded. Raises UnsupportedError if one differs."""
+        """Set the windows' digests that a checkpoint recorded. Raises UnsupportedError if a window
+        known so far has another digest; other windows are compared once they are read."""
         self._expected = digests
         self._load()
 
@@ -221,8 +222,8 @@ class Stream:
                 before = window = 0
 
     def _packing(self, turn: int, window: int) -> Packing | None:
-        """Return a window's documents packed into sequences for a pass; None if nothing in the
-        window is trained. One thread at a time reads windows."""
+        """Return a window's documents, packed into sequences for pass `turn` over the source; None
+        if nothing in the window is trained. One thread at a time reads windows."""
         if (turn, window) in self._opened:
             return self._opened[turn, window]
         ahead, self._ahead = self._ahead, None
@@ -288,7 +289,7 @@ class Stream:
             return opened
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
-        """Record the facts of a window after its first reading, in memory and in the cache."""
+        """Record a window's `WindowFacts` after its first reading, in memory and in the cache."""
         if not window.is_read:  # its tokens are cached, but its facts are lost
             deque(window.documents(), maxlen=0)
         facts = WindowFacts(window.end, sequences, digest)
@@ -302,7 +303,7 @@ class Stream:
                 write_whole(self.folder / FACTS, text.encode())
 
     def _load(self) -> None:
-        """Load facts of windows that other ranks, or an earlier start of the run, recorded."""
+        """Load `WindowFacts` that other ranks, or an earlier start of the run, recorded."""
         self._facts += _read_facts(self.folder)[len(self._facts) :]
         self._refuse_changed()
 
@@ -333,12 +334,12 @@ class Stream:
 
 
 def _read_facts(folder: Path) -> list[WindowFacts]:
-    """Return the facts of windows from the cache's file; empty if it is missing or damaged."""
+    """Return `WindowFacts` from the cache's file; empty if it is missing or damaged."""
     stored = read_json(folder / FACTS) or {}
     known = stored.get("windows", [])
     return [WindowFacts(**own) for own in known] if stored.get("seal") == _seal(known) else []
 
 
 def _seal(facts: object) -> str:
-    """Return a digest of windows' facts, to find damage: it would change a run's sequences."""
+    """Return a digest of the stored `WindowFacts`; damaged ones would change a run's sequences."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

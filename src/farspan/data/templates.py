@@ -90,8 +90,7 @@ _NO_MEDIA = "only text is trained; leave the record out, or give its text alone"
 
 
 def _read_parts(parts: Sequence[Any], place: str) -> Any:
-    """Return a content's parts, checked to be texts; other lists (a tool's result) stay as they
-    are."""
+    """Return a content's parts, checked to be texts; other lists (a tool's result) unchanged."""
     if not all(isinstance(p, str) or _is_part(p) for p in parts):
         return list(parts)
     kept = []
@@ -190,7 +189,8 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_marks(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with numbered placeholders for texts and for arguments of tool calls."""
+    """Return messages with numbered placeholders for texts and for arguments of tool calls, which
+    show what of a message a template writes."""
     numbers: Iterator[int] = count()
 
     def content(value: Any) -> Any:
@@ -278,8 +278,8 @@ class Templates:
     day: date
 
     def listing(self) -> list[object]:
-        """Return JSON values that change with the templates' texts, and with the day if they may
-        write it."""
+        """Return JSON values for the cache's key: digests of the templates, and the day (None if no
+        template may write it)."""
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
         return [*digests, str(self.day) if self.dated() else None]
 
@@ -372,8 +372,8 @@ class Templates:
     def _refuse_unwritten(
         self, probe: Sequence[Message], shown: set[int], tools: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Refuse a message that the template does not write in full, given the placeholders that it
-        writes, `shown`. It may omit parts of the model's earlier turns, such as thoughts."""
+        """Refuse a message of `probe` with a placeholder that the template does not write (not in
+        `shown`). The model's earlier turns may lack parts, such as thoughts."""
         for number, message in enumerate(probe, start=1):
             left = marks_in(message) - shown
             if left and message["role"] == "assistant" and number < len(probe):
@@ -391,7 +391,7 @@ class Templates:
 
 @contextmanager
 def _settled(template: str, day: date) -> Iterator[None]:
-    """Make rendering in the block reproducible: a fixed day, and no random text."""
+    """Make rendering in the with-block reproducible: a fixed day, and no random text."""
     environment: Any = chat_template_utils._compile_jinja_template(template).environment
     names, filters = environment.globals, environment.filters
     before = names[_CLOCK], names["lipsum"], filters["random"]

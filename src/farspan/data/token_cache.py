@@ -146,7 +146,7 @@ class TokenStore:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """A memory-mapped file and the digests of its blocks, each of which is checked once."""
+    """A memory-mapped file, and the digests of its blocks: each is checked at its first reading."""
 
     data: np.ndarray  # [bytes] uint8, mapped
     digests: np.ndarray  # [blocks, _DIGEST] uint8
@@ -227,8 +227,8 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Read a store from its folder, which `write` makes first if it is missing or damaged. If
-    `whole`, check every token. Raises UnsupportedError if that fails, or damage remains."""
+    """Read a token store from its folder; `write` makes it first if missing or damaged. `whole`:
+    check all tokens now. Raises UnsupportedError if writing fails, or the result is damaged."""
     if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a read-only disk
         with suppress(_Damaged):
             return _read(folder, whole)
@@ -418,7 +418,7 @@ def _fill(
 
 @dataclass(slots=True)
 class _Table:
-    """Files of a store that is being written, and facts about the tokens written so far."""
+    """Files of a store that is being written, and what meta.json will say of its tokens."""
 
     tokens: "_Column"
     masks: "_Column | None"
@@ -433,7 +433,7 @@ class _Table:
     any_trained: bool = False
 
     def add(self, document: Document, content: OneContent, parts: Parts) -> Iterator[int]:
-        """Append a document's tokens. Yield, between parts of a long text, the tokens so far."""
+        """Append a document. Between parts of a long text, yield the number of tokens so far."""
         size = 0
         for encoded in parts:
             if self.paired and not encoded.trained[1:].any():
@@ -518,7 +518,7 @@ class _Column:
         return self
 
     def append(self, values: np.ndarray) -> bytes:
-        """Append values to the file, and return their bytes."""
+        """Append values to the file, and return them as bytes, for a digest."""
         data = values.astype(self._dtype).tobytes()
         self._file.write(data)
         self._length += len(values)
@@ -631,9 +631,8 @@ Read = Callable[[Document], Content]
 
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
-    """Return a function that reads records by `form`, in a child process if the form renders a
-    template. Then it raises UnsupportedError at a record that takes more than CPU_SECONDS or
-    MEMORY."""
+    """Yield a function that reads records by `form`. If `form` renders a template, a child process
+    reads, and a record that takes it more than CPU_SECONDS or MEMORY raises UnsupportedError."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):
         yield form.read

@@ -39,7 +39,7 @@ class Source(Protocol):
         """Return the names of the files, or of the data set, that contain the documents."""
 
     def listing(self) -> list[list[object]]:
-        """Return JSON values that change whenever the documents may have changed."""
+        """Return JSON values for the cache's key: they change if the documents may have changed."""
 
     def documents(self) -> Iterator[Document]: ...
 
@@ -133,7 +133,7 @@ class Form(Protocol):
         return "data.format"
 
     def listing(self) -> list[object]:
-        """Return JSON values that change if records may be read differently."""
+        """Return JSON values for the cache's key: they change if records may be read otherwise."""
 
     def reads(self, document: Document) -> Collection[str]:
         """Return the fields that the form uses of this record, if the record has them."""
@@ -162,7 +162,7 @@ class Tokenizer(Protocol):
         """Return a number above all token ids that the tokenizer gives."""
 
     def identity(self) -> str:
-        """Return a text that is different for tokenizers that may give a text different ids."""
+        """Return a text for the cache's key: it differs if the same text may get other ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each document's text, int64."""

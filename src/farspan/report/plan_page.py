@@ -275,8 +275,8 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
     """Return the use of one memory by cause for the page's chart, the lowest in the chart first. A
-    constant cause has its bytes; one that varies has a value per frame, in units of `unit` bytes,
-    from the instruction of the frame at which the memory is fullest."""
+    constant cause has its bytes; a varying one has a value per frame, in units of `unit` bytes,
+    taken where the memory is fullest within the frame."""
     varying = _of_buffers(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
@@ -290,8 +290,8 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
 
 
 def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return, for each cause, the bytes of live buffers in each frame: those at the instruction of
-    the frame at which all buffers together take the most."""
+    """Return, for each cause, the bytes of live buffers in each frame, taken at that instruction of
+    the frame at which all buffers together need the most."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
@@ -328,8 +328,8 @@ def _budget_part(buffer: Buffer) -> str:
 
 
 class _Tensor(NamedTuple):
-    """Key of a tensor in `_Grid`: one that cell (layer, chunk) leaves in memory or, of kind X, the
-    hidden states of the chunk that enter group number `layer`."""
+    """Key of a tensor in `_Grid`, which cell (layer, chunk) leaves in memory. For kind X: the
+    chunk's hidden states that enter a group of layers; `layer` is then the group's number."""
 
     kind: Kind
     layer: int

@@ -127,7 +127,7 @@ class _StepMoments:
         self.count = -(-done // self.each)
 
     def number_of(self, index: int) -> int:
-        """Return the number of instruction `index`'s moment; NEVER after the program's end."""
+        """Return the snapshot moment of instruction `index`; NEVER if the program is shorter."""
         return self.places[index] if index < len(self.places) else NEVER
 
     def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
@@ -198,8 +198,8 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """Yield the blocks that end in moment `number`. Remove them from `standing`, the blocks in
-        use by key, and add the new ones."""
+        """Yield the blocks that end in moment `number`. Update `standing`, the blocks in use by
+        key: remove the ended blocks, and add the new ones."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -291,7 +291,7 @@ def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
     """Yield the blocks outside the arena that last the whole step, such as weights; and one for the
-    extra memory of kernels: what the plan counts for cells beyond the `walked` bytes."""
+    extra memory of kernels: the plan's bytes for cells less those of the walk, `walked`."""
     sizes = {
         name: count
         for name, count in parts.items()

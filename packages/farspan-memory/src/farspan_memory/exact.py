@@ -236,8 +236,8 @@ def _segment_request(
 def _solution(
     requests: Sequence[PlacementRequest], addresses: list[int], seconds: float
 ) -> Solution:
-    """Return the placement as a solution. Only the bound of all requests can prove it optimal,
-    since optimal levels prove nothing about the whole."""
+    """Return the placement as a solution, with the lower bound for all requests together: optimal
+    placements of each level do not prove the whole optimal."""
     alive = live_peak(requests)
     placement = placed_at(requests, addresses, alive)
     return Solution(placement, least_height(requests, placement), seconds)

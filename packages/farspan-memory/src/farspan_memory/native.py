@@ -339,7 +339,7 @@ class Allocator:
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
-        """Do not reuse the memory before the stream has done the work queued when it is freed."""
+        """Let reuse of this memory, once freed, wait for the work queued on the stream by then."""
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:
@@ -389,7 +389,7 @@ class Allocator:
         self._library.farspan_begin_iteration(self._live())
 
     def fail_at(self, call: BackendCall, nth: int, times: int = 1) -> None:
-        """Let the nth next backend call of a kind fail, and `times` in a row; for tests."""
+        """Let the nth next backend call of a kind fail, or `times` calls from it on; for tests."""
         self._call("fail_at", call, whole("nth", nth), whole("times", times))
 
     def hold_events(self, on: bool = True) -> None:

@@ -60,7 +60,7 @@ class FitResult:
 
 def greedy(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
     """Return the requests' addresses if placed in this order, each in the lowest gap that is free
-    for its whole lifetime; with `best` in the smallest such gap, the lowest of equal ones. Raises
+    for its whole lifetime; if `best`, in the smallest such gap (of equal ones the lowest). Raises
     NativeError without the library, and UnsupportedError for sizes whose sum overflows."""
     if sum(columns.size) >= MOST_BYTES:
         raise UnsupportedError(

@@ -84,7 +84,7 @@ class Plugged:
 
 
 def refuse_unready() -> None:
-    """Raise UnsupportedError if PyTorch cannot change its allocator, at all or any more."""
+    """Raise UnsupportedError if PyTorch has no CUDA allocator to replace, or has started CUDA."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
         raise UnsupportedError(
             f"allocator: this PyTorch ({torch.__version__}) is built without CUDA, but "
@@ -337,7 +337,7 @@ extern "C" __attribute__((visibility("default"))) void {SYMBOL}(const char* text
 
 @dataclass(frozen=True, slots=True)
 class Raiser:
-    """C function that throws torch's out-of-memory error, or the reason why there is none."""
+    """C function that throws torch's out-of-memory error; if there is none, the reason why."""
 
     address: int | None  # of void (*)(const char*)
     reason: str = ""
@@ -360,9 +360,9 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
 
 
 def _compiled(compiler: str, root: Path, cache: Path) -> Path:
-    """Return the library compiled for this torch (each has its own c10), compiling it if necessary.
-    The file's name contains its digest: a file with another digest, or that other users could have
-    written, is compiled anew. Raises NotPrivate if another user owns the file or its folder."""
+    """Return the library for this torch (each has its own c10), compiling it if necessary. Its
+    file's name contains its content's digest; if that differs, or others could have written the
+    file, it is compiled anew. Raises NotPrivate if another user owns the file or its folder."""
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
     key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     private_folder(cache)

@@ -157,7 +157,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """Facts about one block, for the checker of invariants."""
+    """Place, size and state of one block, for the checker of invariants."""
 
     segment: int  # address of the segment
     segment_size: int
@@ -252,7 +252,7 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Remove and return the smallest free block that suffices; None if none may serve."""
+        """Remove and return the smallest sufficient free block; None if missing or refused."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -307,7 +307,7 @@ class CachingAllocator:
         return size < self.settings.max_split and rest > SMALL_REQUEST
 
     def _release(self, pool: Pool) -> None:
-        """Call cudaFree for each segment of a pool that is one free block."""
+        """Call cudaFree for those segments of a pool that consist of one free block."""
         for _, address in tuple(pool.free):
             block = self.blocks[address]
             if block.before is None and block.after is None:
@@ -321,7 +321,7 @@ class CachingAllocator:
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Release free blocks larger than max_split_size: one that suffices for the request, else
-        the largest ones until their sum suffices. Return whether the released blocks do."""
+        the largest ones until their sum suffices. Return whether enough was released."""
         limit = self.settings.max_split
         if limit == UNLIMITED:
             return False
@@ -441,7 +441,7 @@ class ExpandableAllocator(CachingAllocator):
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
         """Remove and return the best-fitting free block; one that lies before unmapped addresses
-        counts with the size to which it can grow. None if there is none, or none is allowed."""
+        counts with the size to which it can grow. None if none fits, or if the best is refused."""
         free = pool.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -526,7 +526,7 @@ class ExpandableAllocator(CachingAllocator):
         return True
 
     def _release(self, pool: Pool) -> None:
-        """Unmap every page of a pool that is wholly free."""
+        """Unmap those pages of a pool that are wholly free."""
         for _, address in tuple(pool.free):
             self._unmap(self.blocks[address])
 

@@ -69,7 +69,8 @@ class DriverCost:
 
 
 def _call_seconds(*units: float) -> tuple[tuple[int, float], ...]:
-    """Return (bytes of a handle, seconds of one call), from costs published for 2 GiB in all."""
+    """Return (bytes of a handle, seconds of one call) for three sizes of handles. `units`:
+    published times of the calls for 2 GiB in all, in units of one cuMalloc of 2 GiB."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
@@ -270,8 +271,8 @@ class AllocatorComparison:
         return min(results, key=lambda result: result.smallest.capacity or 0, default=None)
 
     def expandable_as_good(self) -> bool | None:
-        """Return whether expandable segments need no more memory than stitching, or at most AS_GOOD
-        of the live peak more; None unless both were compared."""
+        """Return whether expandable segments need at most AS_GOOD of the live peak more memory than
+        stitching; None unless both were compared."""
         expandable, stitching = self.least_of(EXPANDABLE), self.least_of(STITCHING)
         if expandable is None or stitching is None:
             return None
@@ -427,9 +428,9 @@ def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
 
 
 def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: int) -> AllocatorRun:
-    """Return the run with the least capacity that completes while one step less does not, searched
-    from `low` to `high` steps and beyond if necessary. An even smaller capacity might complete,
-    because allocators release memory when it runs out."""
+    """Return a run that completes while one with `step` bytes less does not. The search goes from
+    `low` to `high` steps of capacity, and beyond if necessary. An even smaller capacity might
+    complete, because allocators release memory when it runs out."""
     best = run(rival, steps, high * step)
     while not best.completed:
         low, high = high + 1, 2 * high

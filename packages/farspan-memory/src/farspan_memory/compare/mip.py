@@ -65,8 +65,8 @@ def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
 
 
 def count_overlapping(requests: Sequence[PlacementRequest]) -> int:
-    """Return how many pairs of requests have overlapping lifetimes, in n log n: all pairs but those
-    in which one dies before the other is born."""
+    """Return how many pairs of requests have overlapping lifetimes, in O(n log n) time: all pairs
+    but those in which one dies before the other is born."""
     alive = [r for r in requests if r.born < r.dies]
     deaths = sorted(r.dies for r in alive)
     apart = sum(bisect_right(deaths, r.born) for r in alive)
@@ -134,8 +134,8 @@ def place_by_mip(
 
 
 def _proved_units(bound: float | None, cap: int) -> int:
-    """Return a lower bound on the height, in units: the bound that the solver proved, less its
-    tolerance for rows (constraints) and, M_cap times, for binary variables."""
+    """Return a lower bound on the height, in units: the bound that the solver proved, less the
+    error that its tolerance allows in rows (constraints) and, times M_cap, in binary variables."""
     if bound is None or not math.isfinite(bound):
         return 0
     return math.ceil(bound - TOLERANCE * (2 + cap))
