@@ -83,7 +83,7 @@ class SavedActivations:
         self.references: set[str] = set()  # named tensors that the graph saved
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return the saved-tensor hooks with which the cell's forward must run."""
+        """Return saved-tensor hooks, under which the cell's forward records what autograd saves."""
         pack, unpack = self.pack, self.unpack
         # Compiled modules save in frames that the compiler watches; it must not trace these hooks.
         if "torch._dynamo" in sys.modules:
@@ -146,7 +146,7 @@ class SavedActivations:
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
-        """Set the bytes and named tensors from which the backward then reads saved tensors."""
+        """Set the sealed bytes, and tensors in buffers by name, for the backward to read."""
         self._bytes, self._named = store, named
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -200,6 +200,7 @@ def _reach(tensor: Tensor) -> int:
 def _typed(
     memory: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Return a tensor over `memory`'s storage from byte `start`, with its own version counter."""
+    """Return a tensor over `memory`'s storage from byte `start`, with its own version counter: to
+    autograd, writes through other tensors do not change it."""
     view = torch.empty(0, dtype=dtype, device=memory.device)
     return view.set_(memory.untyped_storage(), start // view.element_size(), shape, stride)

@@ -64,13 +64,13 @@ Config = str | Path | Mapping[str, Any] | Configuration | ModelSpec | Profiles
 
 
 def _discard(_: str) -> None:
-    """Discard a message."""
+    """Discard a message: the default of `Request.progress`."""
 
 
 def _meta(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
     """Return metadata that makes a field an option of `farspan plan`, with the field's name or the
-    names `flags`. The command line parses the option's text by `reads`, and replaces {models} and
-    {cards} in `help`."""
+    names `flags`. The command line parses the option's text by `reads`, and fills presets' and
+    cards' names into {models} and {cards} in `help`."""
     return {"help": help, "flags": flags, "reads": reads, "metavar": metavar}
 
 
@@ -279,8 +279,8 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the planner's input with the sizes and the profile of the model that runs: the model
-    with adapters of rank `lora`, or without adapters."""
+    """Return the planner's input with the sizes and profile of the model as it runs: with adapters
+    of rank `lora`, or without adapters."""
     if question.profiles is None:
         return question
     profile = question.profile

@@ -176,8 +176,8 @@ HELD: dict[str, tuple[str, str]] = {}
 
 
 def shown(text: object) -> str:
-    """Return a message in which folders that this process holds open have readable paths, not those
-    of file descriptors: as the user wrote them, or their present names after a rename."""
+    """Return a message with readable paths in place of those of file descriptors, by which this
+    process holds folders open: as the user wrote them, or their present names after a rename."""
 
     def name(found: re.Match[str]) -> str:
         try:

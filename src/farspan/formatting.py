@@ -251,5 +251,5 @@ def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
 
 
 def read_pages(value: str, name: str) -> int:
-    """Parse a number of tokens, which may be 0, unlike in `read_tokens`."""
+    """Parse the tokens of a field of sparse attention; 0 is allowed, unlike in `read_tokens`."""
     return 0 if re.fullmatch(r"0+", value) else read_tokens(value, name)

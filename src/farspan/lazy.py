@@ -37,8 +37,8 @@ _GIVEN: dict[str, str] = {}
 
 
 def give(part: str, module: str) -> None:
-    """Register the module of a `part` of the package for `given`, by which lower layers use it
-    without importing it. farspan/__init__.py, above all layers and imported first, calls this."""
+    """Register the module of a `part` of the package. Lower layers use it through `given`, without
+    importing it. farspan/__init__.py, above all layers and imported first, calls this."""
     _GIVEN[part] = module
 
 
@@ -51,8 +51,8 @@ def attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports its attributes when they are
-    first read. `homes` maps an attribute's name to the module that has it, or that it is, if the
-    module is `package.name`. Raises AttributeError for other names."""
+    first read. `homes` maps a name to the module that defines it; `package.name` means that the
+    attribute is this submodule itself. Raises AttributeError for other names."""
 
     def read(name: str) -> Any:
         if name not in homes:

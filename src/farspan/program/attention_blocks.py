@@ -251,8 +251,8 @@ def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
-    """Return tiles of `size` keys, with the keys that `size` of the block's queries, from `q_start`
-    on, see. A tile is causal or windowed only where that hides a key."""
+    """Cut the keys that the block's queries [q_start, q_start + size) see into tiles of `size`
+    keys. A tile is causal or windowed only where that hides a key."""
     q_stop = min(q_start + size, block.q_stop)
     low = block.k_start
     if block.window is not None:
@@ -515,9 +515,9 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
 
 
 def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Return the number of earlier rows of K, V that a chunk's queries need, each counted once. A
-    recurrent layer needs the rows of the chunk before, which hold its state. The few rows that two
-    blocks share at a window's edge are read twice."""
+    """Return the number of earlier rows of K, V that a chunk's queries need, each counted once,
+    though the few that two blocks share at a window's edge are read twice. A recurrent layer needs
+    the rows of the chunk before, which hold its state."""
     start, stop = program.chunks[chunk]
     if layer.state:
         return start - program.chunks[chunk - 1][0] if chunk else 0

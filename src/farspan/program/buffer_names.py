@@ -50,8 +50,8 @@ def attention_open(layer: int) -> str:
 
 
 def attention_slots(widest: int) -> tuple[str, ...]:
-    """Return the names of `widest` + 1 device buffers for O, LSE, used in turn. A chunk's graphs
-    refer to one per layer of its group (at most `widest`); one more is for the next chunk."""
+    """Return the names of `widest` + 1 device buffers for O, LSE, used in turn: a chunk's graphs
+    refer to one per layer of its group (at most `widest`); the next chunk needs one more."""
     return tuple(f"attention.slot.{place}" for place in range(widest + 1))
 
 

@@ -367,9 +367,10 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Derivation:
-    """Derivation of waits, instruction by instruction. `known[x][y]` is the latest instruction of
-    lane y that lane x has waited for, directly or through other lanes; `then[x][i]` is what
-    `known[x]` was when lane x had finished its part of instruction i."""
+    """Derivation of waits, instruction by instruction, without those that other waits imply.
+    `known[x][y]` is the latest instruction of lane y that lane x has waited for, directly or
+    through other lanes; `then[x][i]` is what `known[x]` was when lane x had finished its part of
+    instruction i."""
 
     program: Program
     hazards: frozenset[Hazard]
@@ -406,7 +407,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Add to `after` what one access must wait for: the latest instruction on each lane."""
+        """Advance `after`, by lane, to the latest instructions that one access must wait for."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]

@@ -99,7 +99,8 @@ def most_units_of(far: Far) -> int:
 
 def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[str, int]:
     """Return the bytes of each part of a buffer for a slab, a block of gathered pages: the pages'
-    numbers, the index of the choices, the tokens' rows, K, V, and in a backward sums of dK, dV."""
+    numbers, the page that each entry of the choice means, the tokens' rows in the layer's buffer,
+    K, V, and in a backward sums of dK, dV."""
     tokens = units * far.page
     parts = {
         "numbers": 3 * INDEX * units,

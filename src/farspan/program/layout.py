@@ -231,8 +231,9 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with the `row` of recurrent states set: elements per token in buffers.
-    Raises UnsupportedError for a chunk of one token, which recurrent layers treat as generation."""
+    """Return the model with the `row` of recurrent states set: elements per token, enough for the
+    rows of any chunk but the last to hold a whole state. Raises UnsupportedError for a chunk of one
+    token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
@@ -347,8 +348,8 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with what cells save in addition if Ulysses exchanges heads: attention's
-    output by tokens, which the output projection reads, besides the output by heads."""
+    """Return the model with larger activations if Ulysses exchanges heads: cells then save
+    attention's output by heads and also by tokens, as the output projection reads it."""
     if layout.ulysses == 1:
         return model
     layers = (
@@ -435,9 +436,9 @@ Given = Parallel | Auto | None  # `parallel` of a run file
 
 
 def check_ranks(parallel: Given, ranks: int | None) -> Given:
-    """Return a run file's `parallel`, with a null `data` set to the replicas that `ranks` started
-    ranks make (None: no launcher). Raises UnsupportedError if the axes need another number of
-    ranks."""
+    """Return a run file's `parallel`, in which a null `data` becomes the number of replicas that
+    the started `ranks` make (None: no launcher). Raises UnsupportedError if the axes need another
+    number of ranks."""
     if isinstance(parallel, Parallel):
         try:
             return replace(parallel, data=parallel.layout(ranks or 1).data)

@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return the bytes by which saved tensors shrink for each token that a chunk is shorter."""
+        """Return how many bytes fewer a cell saves for each token by which its chunk is shorter."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0

@@ -379,7 +379,7 @@ def activation_cell_bytes(
     sharers: int = 1,
 ) -> int:
     """Return the bytes of activations that one cell saves, without K and V. O and LSE, if included,
-    have all heads, though `layer` has only those of one of `sharers` ranks."""
+    have the heads of all `sharers` ranks; `layer` has those of one rank."""
     row = activation_row_bytes(model, layer, with_attention, sharers)
     # A recurrent layer's constant is the rounding of its scan and its states, per sequence.
     constant = layer.activation_constant * (batch if layer.state else 1)
@@ -395,8 +395,8 @@ def activation_row_bytes(
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Return the bytes of each cell's saved tensors in a buffer, by chunk (see
-    `Buffer.cell_row`)."""
+    """Return the bytes of each cell's saved tensors in a buffer, by chunk: they shrink by
+    `cell_row` for each token that a chunk is shorter than the first."""
     lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 

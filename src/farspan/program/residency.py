@@ -62,7 +62,7 @@ Name = Callable[[int], str]  # of a layer's buffer
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Description of one kind of tensor: its parts, tier, buffers, rings of slots and lifetime."""
+    """Description of a kind of tensor: its parts, tier, buffers, slots used in turn, lifetime."""
 
     words: str  # its name in reports
     rows: CutInto

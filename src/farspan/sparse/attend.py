@@ -63,7 +63,7 @@ class FarKernel(Protocol):
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
         """Return the largest score that each page of queries has for each superpage (16 pages), as
-        `sparse.pages.largest_scores` does. A superpage has `each` keys and `call.page` tokens."""
+        `sparse.pages.largest_scores` does. `each`: a superpage's keys; `call.page`: its tokens."""
 
     def forward(
         self,
@@ -131,7 +131,7 @@ def sparse_call(
 
 @torch.no_grad()
 def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
-    """Return page numbers chosen by the votes of queries q [B, H, C, D]: [B, Hk, M, k] int32."""
+    """Return page numbers chosen by the votes of queries q, int32 [B, KV heads, query pages, k]."""
     candidates = call.candidates
     representatives = pages.representatives(candidates.pages)
     if not candidates.pages:
@@ -241,10 +241,10 @@ def seen_mass(
     spans: Iterable[tuple[int, int]],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return which share of dense attention's mass sampled queries see with sparse attention: mean
-    and minimum, [2] in the accumulate dtype, without a wait of the CPU. `tokens` are the samples'
-    places in a chunk with queries q [B, H, C, D], keys `k` and the `lse` of sparse attention.
-    `spans` are ascending ranges of keys, which cover all earlier ones."""
+    """Return which share of dense attention's softmax weights sampled queries see with sparse
+    attention: mean and minimum, [2] in the accumulate dtype, without a wait of the CPU. `tokens`
+    are the samples' places in a chunk with queries q [B, H, C, D], keys `k` and the `lse` of sparse
+    attention. `spans` are ascending ranges that cover all keys before the chunk."""
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
     few, position = q[:, :, sample].to(dtype), sample + call.near.q_start
@@ -276,8 +276,8 @@ def seen_mass(
 
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
-    """Return which keys each query of a sequence sees, bool [B, Hk, query S, key S], given the
-    chosen pages [B, Hk, M, k] and the document ids [B, S]."""
+    """Return which keys each query of a sequence sees, bool [B, KV heads, queries, keys], given the
+    choice of pages and the document ids [B, tokens]."""
     tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)
@@ -293,8 +293,8 @@ def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor
 def sparse_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Compute sparse attention as dense attention with a mask from `seen_mask`: [B, H, S, Dv] from
-    q [B, H, S, D], k [B, Hk, S, D] and v [B, Hk, S, Dv]. `cap` is inf without soft-capping."""
+    """Compute sparse attention as dense attention with a mask from `seen_mask`, from q, k and v,
+    [B, heads, tokens, dim]. `cap` is inf without soft-capping."""
     k, v, mask = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, mask))
     scores = scale * q @ k.mT
     scores = scores if cap == torch.inf else cap * torch.tanh(scores / cap)

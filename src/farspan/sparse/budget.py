@@ -183,8 +183,8 @@ class _Reader:
     def _far(
         self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Return dense attention's mass on each candidate page, [B, Hk, M, n], summed over each
-        page of queries and the heads that share K, V."""
+        """Return dense attention's mass on each candidate page, [B, KV heads, query pages, pages],
+        summed over each page of queries and the heads that share K, V."""
         dtype, page = accumulate_dtype(q.dtype), self.sparse.page
         pages, kv_heads = self.sparse.candidates(self.start), k.shape[1]
         keys, page_masses = k.to(dtype).mT, []

@@ -89,7 +89,7 @@ class Means:
         self.cells[chunk, : len(representatives)] = representatives
 
     def read(self, pages: range) -> Tensor:
-        """Return the keys that represent these pages, [B, Hk, len(pages) * R, D]; often a view."""
+        """Return the keys that represent these pages, [B, KV heads, keys, D]; often a view."""
         representatives = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
         return representatives.permute(1, 2, 0, 3)
 
@@ -106,8 +106,8 @@ class _PageSlot:
 
 @dataclass(slots=True)
 class PageSlots:
-    """Device memory for slabs (blocks of gathered pages), as slots that cells use in turn; and each
-    cell's number of chosen units (K, V of a page), for which the CPU waits once per cell."""
+    """Device memory for slabs (blocks of gathered pages), as slots that cells use in turn; and how
+    many units (K, V of a page) each cell chose, kept so that the CPU waits for this number once."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
@@ -277,7 +277,7 @@ class BufferPages:
 
     def _parts(self, slot: _PageSlot, units: int, entries: int) -> dict[str, Tensor]:
         """Return views that divide a slot's memory for a slab of `units` pages, by name: page
-        numbers as int64; keys, values and their gradient sums as rows [U * P, D]."""
+        numbers as int64; keys, values and their gradient sums as rows, one per token."""
         assert self.far is not None
         storage, far = self.prefix.storage, self.far
         backward = self.prefix.gradients_in is not None
@@ -314,7 +314,7 @@ class BufferPages:
         return k, v
 
     def _rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """View the keys and values of a buffer as rows, [T * B * Hk, D] and [T * B * Hk, Dv]."""
+        """View the keys and values of a buffer as rows, one per token, sequence and KV head."""
         home = self.prefix.everything(name)
         return home["k"].flatten(0, 2), home["v"].flatten(0, 2)
 
@@ -488,8 +488,8 @@ class SparseCell:
 
 
 def _keep(choice: Tensor, buffer: Tensor) -> None:
-    """Store chosen pages [B, Hk, M, k'] in a buffer [B, Hk, M, k], padded by -1. Raises
-    UnsupportedError if there are more than k."""
+    """Store each query page's choice in a buffer [B, KV heads, query pages, k], padded by -1.
+    Raises UnsupportedError if it has more than k pages."""
     width, most = choice.shape[3], buffer.shape[3]
     if width > most and bool((choice[..., most:] >= 0).any()):
         raise UnsupportedError(

@@ -70,7 +70,7 @@ class FlashPages:
 @dataclass(frozen=True, slots=True)
 class PlainPages:
     """Attention of rows (queries of a page) to copies of their pages in plain PyTorch, in the
-    accumulate dtype: for soft caps, D != Dv and any device."""
+    accumulate dtype: for soft caps, values of another size than keys, and any device."""
 
     softcap: float | None = None
 
@@ -127,18 +127,18 @@ class _Part:
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
     def copies(self, of_units: Tensor) -> Tensor:
-        """Copy the pages of each row, [x, 1, k * P, D], from a slab's keys or values [U, P, D]."""
+        """Copy each row's chosen pages, joined along their tokens, from a slab's keys or values."""
         copies = of_units.index_select(0, self.index.flatten())
         return copies.view(len(self.index), 1, -1, of_units.shape[2])
 
     def put(self, totals: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Write this part's results [x, r, Q, ...] into tensors [B, Hk, M, r, Q, ...]."""
+        """Write the results for this part's rows into tensors with the results for all rows."""
         for total, x in zip(totals, rows, strict=True):
             total[self.places] = x
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add gradients of the rows' pages [x, 1, k * P, D] to the slab's sums [U, P, D], always in
-        the same order."""
+        """Add gradients of the rows' copied pages to the slab's sums [pages, tokens, D], always in
+        the same order, so that the same inputs give the same bits."""
         gradients = part.to(total.dtype).reshape(-1, *total.shape[1:])
         # Both are deterministic: index_put_ sorts; index_add_ is so on CPUs, and 15 times faster.
         if total.device.type == "cpu":
@@ -315,6 +315,6 @@ def _put_back(into: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
 
 
 def _by_page(whole: Tensor, choice: Tensor) -> Tensor:
-    """View queries [B, H, M * Q, ...] by KV head and page of queries, [B, Hk, M, r, Q, ...]."""
+    """View queries [B, H, C, ...] as [B, KV heads, query pages, heads per KV head, tokens, ...]."""
     kv_heads, pages = choice.shape[1:3]
     return whole.unflatten(2, (pages, -1)).unflatten(1, (kv_heads, -1)).transpose(2, 3)

@@ -242,8 +242,8 @@ class Taught(NamedTuple):
 def lesson(
     call: SparseCall, q: Tensor, lse: Tensor, choice: Tensor, number: int, k: Tensor
 ) -> Taught:
-    """Return the training example for page `number` of a chunk's queries q [B, H, C, D]: lse [B, H,
-    C] over all visible keys, chosen pages [B, Hk, M, n], earlier keys k [T, B, Hk, D]."""
+    """Return the training example for page `number` of a chunk's queries q [B, H, C, D], given
+    `lse` over all visible keys, the choice of pages, and the earlier keys k [T, B, KV heads, D]."""
     (batch, heads), page = choice.shape[:2], call.far.page
     span = slice(number * call.far.query_tokens, (number + 1) * call.far.query_tokens)
     pages = choice[:, :, number].long()
@@ -272,7 +272,7 @@ def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
 
 @torch.no_grad()
 def _mass(taught: Taught) -> Tensor:
-    """Return the mass of the model's attention on each chosen page, by query, [B, Hk, r, Q, n]."""
+    """Return the model's attention mass (sum of softmax weights) on each chosen page, by query."""
     kv_heads, dtype = taught.k.shape[1], taught.lse.dtype
     q, lse = (_stacked(x.to(dtype), kv_heads) for x in (taught.q, taught.lse))
     scores = (q @ taught.k.to(dtype).flatten(2, 3).mT).mul_(taught.scale)
@@ -287,7 +287,7 @@ def _stacked(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _pages_of(scores: Tensor, taught: Taught) -> Tensor:
-    """Split scores by query head and by page, [B, Hk, r * Q, n * P] -> [B, Hk, r, Q, n, P]."""
+    """Split the last two dims of scores into (query head, query) and (page, token)."""
     return scores.unflatten(3, taught.k.shape[2:4]).unflatten(2, (-1, taught.q.shape[2]))
 
 
@@ -382,7 +382,7 @@ class _Moments:
         return cls(group, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1], k.mean(1, keepdim=True))
 
     def add(self, other: Self) -> None:
-        """Add the moments of another forward; `principal` divides the sums to get means."""
+        """Add the moments of another forward's queries and keys; `principal` averages them."""
         self.queries += other.queries
         self.keys += other.keys
         self.key += other.key
@@ -399,7 +399,7 @@ class _Moments:
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square roots of symmetric positive semidefinite matrices [n, D, D], and the roots'
-    inverses. Eigenvalues below 1e-9 of a matrix's largest are raised to that."""
+    inverses. So that these exist, eigenvalues are raised to at least 1e-9 of a matrix's largest."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)
@@ -407,6 +407,6 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Return `function` in place of a selector; for an index, return the index with `function`,
-    which then reads the index's votes."""
+    """Return a selector that chooses by `function`: the function itself or, in place of an index,
+    the index with `function`, so that it still reads the index's votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

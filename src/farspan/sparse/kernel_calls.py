@@ -85,8 +85,8 @@ LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 @dataclass(frozen=True, slots=True)
 class Inverse:
     """For each page the query pages that chose it. Row r = (b * Hk + h) * S + slot is the page at
-    place `slot` of the buffer, for batch row b and KV head h; pairs [starts[r], starts[r + 1]) are
-    that page's visits, ordered by query page. int32, on the device of the choice."""
+    place `slot` of S in the buffer, for batch row b and KV head h; its visits begin at starts[r]
+    and end before starts[r + 1], ordered by query page. int32, on the device of the choice."""
 
     query_pages: Tensor  # [B * Hk * M * k]; entries without a page come last
     pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
@@ -192,8 +192,8 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError if the tensor `wrong` is true; a GPU asserts it later, without a
-    wait."""
+    """Raise UnsupportedError if the tensor `wrong` is true; on a GPU fail an assertion later
+    instead, so that the CPU need not wait."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -354,7 +354,7 @@ def _launch(
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False) -> PageShape:
     """Return the sizes for which a kernel is compiled. With `several`, a tile may hold rows of
-    several query pages; otherwise the tile shrinks to the rows of a query page that has fewer."""
+    several query pages; otherwise a tile with more rows than a query page shrinks to them."""
     table, group = call.table, q.shape[1] // call.table.choice.shape[1]
     rows = group * table.query_tokens
     return PageShape(

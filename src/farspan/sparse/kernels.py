@@ -43,7 +43,7 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return addresses [rows, width] of a part of each vector at `offset` + row, and a mask."""
+    """Return the addresses of a part of the width of vectors at `offset` + row, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -289,9 +289,9 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Return the query page of tile number `step`, where tiles hold the rows of all query pages
-    that chose a page of keys. If a tile holds several query pages, return the query page of each
-    row. After the last query page comes one without queries."""
+    """Return the query page whose rows are in tile number `step`, or that of each row if a tile
+    holds several query pages. Tiles hold the query pages that chose one page of keys; rows after
+    the last one get the number of a query page without queries."""
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
@@ -306,8 +306,8 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
     """Return a tile's first row (query head within its group, token within its query page) and all
-    rows' offsets (heads, tokens) from it: the same for all tiles, unless a tile has several query
-    pages or cuts heads unevenly."""
+    rows' offsets (heads, tokens) from it. The offsets are the same for all tiles, unless a tile has
+    several query pages or cuts heads unevenly."""
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)
@@ -338,8 +338,8 @@ def _rows_from(x, place, head, token, shape: tl.constexpr):
 
 @triton.jit
 def _owned(visits, row, start, sizes, shape: tl.constexpr):
-    """Return for which keys a program sums dK and dV: batch row, KV head, first token in the
-    sequence and in the buffer, and a mask of the keys that exist."""
+    """Return the keys for which a Triton program sums dK and dV: batch row, KV head, first token in
+    the sequence and in the buffer, and a mask of the keys that exist."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
     page = tl.load(visits.pages + start)

@@ -50,8 +50,8 @@ class Units:
         return len(self.pages)
 
     def places(self, page: int, batch: int, heads: int) -> Tensor:
-        """Return the row numbers [U * P] of the units' tokens in a buffer [T, B, Hk, D] viewed as
-        [T * B * Hk, D]: one `index_select` is 2.5 times as fast as indexing three dimensions."""
+        """Return the row numbers of the units' tokens in a buffer [T, B, KV heads, D] viewed as
+        [rows, D]: one `index_select` is 2.5 times as fast as indexing three dimensions."""
         token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
         token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
         return token.flatten()
@@ -126,7 +126,7 @@ class Pages(KeyValues, Protocol):
     """Keys, values and their gradients before a chunk, which attention reads by block or page."""
 
     def representatives(self, pages: range) -> Tensor:
-        """Return R mean keys for each of these n pages, [B, Hk, n * R, D], in the keys' dtype."""
+        """Return keys to represent these pages in votes, [B, KV heads, keys, D], in k's dtype."""
 
     def begin(self, choice: Tensor) -> None:
         """Announce the chosen pages [B, Hk, M, k] to be read next, so that they are fetched."""
@@ -138,7 +138,7 @@ class Pages(KeyValues, Protocol):
         """Yield the announced pages in blocks (slabs), each valid until the next block."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Return zeros, dK [U, P, D] and dV [U, P, Dv] for U pages, in the accumulate dtype."""
+        """Return zeros to which a slab's dK and dV are added, in the accumulate dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
         """Add dK and dV of a block of gathered pages to the sums over all queries."""
@@ -169,8 +169,8 @@ class Candidates:
     superpages: Tensor | None = None  # [B, Hk, M, S], ascending: only their pages are compared
 
     def columns(self) -> Tensor | None:
-        """Return the page number of each column of the votes, [B, Hk, M, S * 16], if superpages
-        were ranked, else None. A ragged last superpage gives numbers beyond `pages`."""
+        """Return the page number of each column of the votes, for each page of queries, if
+        superpages were ranked, else None. A ragged last superpage gives numbers beyond `pages`."""
         if self.superpages is None:
             return None
         within = torch.arange(SUPERPAGE, device=self.superpages.device)
@@ -221,8 +221,8 @@ def vote(
     documents: Tensor | None,
     first: int,
 ) -> Tensor:
-    """Return the votes [B, Hk, M, n] that pages of queries give candidate pages, the first of which
-    is page `first`, in the accumulate dtype.
+    """Return the votes [B, KV heads, query pages, pages] that pages of queries give candidate
+    pages, the first of which has the number `first`, in the accumulate dtype.
 
     q [B, H, C, D], representatives [B, Hk, n * R, D], documents [B, C] the first token of each
     query's document. The score of a page for a query is the largest of scale q . representative
@@ -246,8 +246,8 @@ def vote(
 
 
 def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield slices of tokens, key-value heads and pages of queries that cut q [B, H, C, D] into
-    parts, each with so few scores for keys [B, Hk, D, n * R] that memory holds them at one time."""
+    """Yield slices (tokens, KV heads, pages of queries) that cut q [B, H, C, D] into parts. The
+    scores of one part for `keys` are so few that memory holds them at one time."""
     (batch, heads, tokens, _), kv_heads = q.shape, keys.shape[1]
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
     row = batch * (heads // kv_heads) * max(1, keys.shape[3])
@@ -277,8 +277,8 @@ def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | None) -> Tensor:
-    """Return the weights [B, h, r, t, n] that t queries [B, h, r, t, D] give n pages, by a softmax
-    over pages. keys [B, h, D, n * R] has R = `each` per page; `hidden` is bool [B, 1, 1, t, n]."""
+    """Return the weights [B, h, r, t, n] that t queries (h KV heads, r query heads of each) give n
+    pages of `each` keys: a softmax over pages; 0 where `hidden`, bool [B, 1, 1, t, n]."""
     scores = _scores(q, keys, scale, each)
     if hidden is None:
         return scores.softmax(-1)
@@ -287,7 +287,7 @@ def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | 
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
-    """Return the scores [B, h, r, t, n] of t queries for n pages: the largest of a page's keys."""
+    """Return queries' scores for pages, the largest of a page's keys; dims as in `_weights`."""
     # The heads of a group stacked: their keys are read once, not copied for each.
     scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
     return scores.unflatten(4, (-1, each)).amax(5) if each > 1 else scores
@@ -310,8 +310,8 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
 
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
-    """Return keys for ranking superpages (16 pages each), [B, Hk, N * R', D], from the mean keys
-    [B, Hk, n * R, D] of n pages: means of 4 tokens, less the mean of all tokens. If the last
+    """Return keys for ranking superpages (16 pages each), [B, KV heads, keys, D], from the pages'
+    mean keys: means of 4 tokens, less the mean of all tokens, which favours no page. If the last
     superpage lacks pages, its last key is repeated."""
     each = sparse.super_tokens // sparse.mean_tokens
     parts = representatives.unflatten(2, (-1, each))
@@ -328,10 +328,10 @@ def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
 def largest_scores(
     q: Tensor, keys: Tensor, sizes: tuple[int, int, int], scale: float, documents: Tensor | None
 ) -> Tensor:
-    """Return, for each page of queries and each superpage, the largest score of a query for a key,
-    [B, Hk, M, N]; -inf if no query sees the superpage. `sizes` are keys per superpage, tokens per
-    superpage and queries per page; `documents` [B, C] are the first tokens of the queries'
-    documents, counted from the first superpage."""
+    """Return the largest score that any query of a page has for any key of a superpage, [B, KV
+    heads, query pages, superpages]; -inf if no query sees the superpage. `sizes` are keys per
+    superpage, tokens per superpage and queries per page; `documents` [B, C] are the first tokens of
+    the queries' documents, counted from the first superpage."""
     each, page, together = sizes
     kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
     pages = range(keys.shape[3] // each)
@@ -348,7 +348,7 @@ def largest_scores(
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
-    """Return the superpages with the largest scores [B, Hk, M, N]: int32 [B, Hk, M, count]."""
+    """Return, for each page of queries, the `count` superpages with the largest scores, int32."""
     superpages = Candidates(range(scores.shape[3]))
     return take_most(scores, superpages, _scalar(count, scores), count)
 
@@ -362,7 +362,7 @@ def vote_refined(
     candidates: Candidates,
 ) -> Tensor:
     """Return votes as `vote` does, but only for pages in the best superpages (16 pages each), [B,
-    Hk, M, S * 16]."""
+    KV heads, query pages, pages]."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -394,9 +394,8 @@ def vote_refined(
 def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
-    """Return the scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] in the m
-    pages of queries `run`, each for the 16 pages of the S superpages that its page of queries
-    chose."""
+    """Return the scores of queries for all pages of the superpages that their page of queries
+    chose, [B, KV heads, query pages, queries, pages]. `run` are the query pages that q holds."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)

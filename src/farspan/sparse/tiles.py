@@ -45,7 +45,8 @@ class PageShape(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Sizes passed to attention kernels as arguments; `veiled` encodes all but heads and scale."""
+    """Sizes passed to attention kernels as arguments. `veiled` encodes all but heads and scale, so
+    that one compiled kernel serves chunks of all lengths."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
