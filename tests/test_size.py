@@ -29,10 +29,10 @@ MODELS = f"{ALLOCATOR}src/farspan_memory/compare/"
 # read of it in days. The first number only goes down; raising it takes a decision page, which says
 # what was gained. A file belongs to the package whose path is the longest that it begins with.
 BUDGETS = {
-    "core": (25_090, 20_000),
+    "core": (25_135, 20_000),
     "planner": (12_156, 10_500),
     "train": (15_630, 11_500),
-    "posttrain": (860, 1_300),
+    "posttrain": (880, 1_300),
     "sparse": (4_280, 4_300),
     "people": (5_370, 4_500),
     "allocator": (3_600, 4_200),  # without its C++ and MODELS, which are 1,200 more

@@ -1,6 +1,7 @@
 """Losses of a mixture of experts' routers: those of transformers, in chunks, to 1e-12."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -256,3 +257,26 @@ def on_replicas(layout: Layout) -> list[str]:
 def test_replicas_add_losses_of_their_own() -> None:
     """As a Trainer's processes do, which count tokens for all and average over devices."""
     assert run_ranks(2, on_replicas, Layout(data=2)) == [[], []]
+
+
+def test_arguments_that_would_be_lost_are_named() -> None:
+    step = Step(make_model("llama"), SCHEDULE)
+    mask = torch.ones_like(DATA.input_ids)
+    step.evaluate(*DATA, attention_mask=mask)
+    mask[0, -1] = 0
+    with pytest.raises(UnsupportedError, match="attention_mask: only router losses read it"):
+        step.evaluate(*DATA, attention_mask=mask)
+    for value in (-1.0, float("nan"), "much"):
+        with pytest.raises(UnsupportedError, match=r"^router_z: expected a number of at least 0"):
+            Step(make_model("llama"), SCHEDULE, router_z=value)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="router_share: expected a number"):
+        Step(routed_model(), SCHEDULE)(*DATA, router_share=-1.0)
+
+
+def test_a_composite_model_is_asked_by_its_text_configuration() -> None:
+    """As transformers reads it."""
+    model = make_model("mixtral")
+    text = type(model.config)(**model.config.to_dict() | {"output_router_logits": False})
+    model.config.output_router_logits = True
+    with patch.object(type(model.config), "get_text_config", lambda *_, **__: text):
+        assert routers_of(model) is None

@@ -360,7 +360,8 @@ def test_padding_behind_packed_documents_is_nothing(make: Make) -> None:
 
 
 def test_outputs_are_refused(make: Make) -> None:
-    trainer = make(compute_metrics=lambda _: {})
+    trainer = make()
+    trainer.compute_metrics = lambda _: {}
     with pytest.raises(UnsupportedError, match="preprocess_logits_for_metrics: missing"):
         trainer.evaluate()
 

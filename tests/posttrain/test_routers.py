@@ -67,3 +67,18 @@ def test_trainers_of_trl_get_the_loss(make_trl: Any, kind: Any) -> None:
         runs.append(trainer)
     assert 1.9 < runs[0].state.log_history[0]["aux_loss"] < 3
     assert_same_logs(*runs)
+    asking = [trainer.model.config.output_router_logits for trainer in runs]
+    assert asking[0] == asking[1]
+
+
+def test_a_trainer_that_smooths_labels_adds_no_loss_of_routers(make: Make) -> None:
+    """As transformers, which takes the labels from the model then."""
+    both = [
+        make(kind, model=with_loss(), label_smoothing_factor=0.2)
+        for kind in (Trainer, farspan.Trainer)
+    ]
+    for trainer in both:
+        with in_double(trainer):
+            trainer.train()
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert_exact(logs(both[1], key), logs(both[0], key), limit=1e-6)

@@ -1,5 +1,6 @@
 """Runs with losses of a mixture of experts' routers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,28 @@ def test_a_model_without_routers_is_refused(tmp_path: Path) -> None:
 def test_a_plan_of_the_run_knows(tmp_path: Path) -> None:
     run = with_experts(tmp_path, a_run(tmp_path), kind="dpo", router=0.1)
     assert question_of_run(run, {}, lambda _: None).question.model.routers
+
+
+def test_a_model_s_own_wish_is_no_key_of_a_run(tmp_path: Path) -> None:
+    """A run adds what its file says: not what an exported configuration or an override does."""
+    run = with_experts(tmp_path, replace(tiny_run(tmp_path), steps=3), kind="sft")
+    run = replace(run, data=replace(run.data, tokenizer="bytes"))
+    first = lines_of(run)[0]["loss"]
+    base = load_model(path=str(tmp_path / "experts"), dtype=torch.float32)
+    base.config.output_router_logits = True
+    base.save_pretrained(tmp_path / "asking")
+    other = replace(run.model, path=str(tmp_path / "asking"))
+    again = replace(run, model=other, folder=str(tmp_path / "again"))
+    assert lines_of(again)[0]["loss"] == first
+    asked = replace(run.model, overrides={"output_router_logits": True})
+    with pytest.raises(UnsupportedError, match=r"output_router_logits: .* loss\.router"):
+        train(replace(run, model=asked, folder=str(tmp_path / "third")), reporter=Quiet())
+
+
+def test_the_exported_configuration_is_the_base_model_s(tmp_path: Path) -> None:
+    run = with_experts(tmp_path, replace(tiny_run(tmp_path), steps=3), kind="sft", router=0.2)
+    train(replace(run, data=replace(run.data, tokenizer="bytes")), reporter=Quiet())
+    written = json.loads((Path(run.folder) / "model/config.json").read_text("utf-8"))
+    base = json.loads((tmp_path / "experts/config.json").read_text("utf-8"))
+    for name in ("output_router_logits", "router_aux_loss_coef"):
+        assert written.get(name) == base.get(name), name

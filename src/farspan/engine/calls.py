@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -195,7 +196,14 @@ class Calls:
                     "router_z: the model adds no router loss; set output_router_logits=True in the "
                     "configuration of a mixture of experts, or leave router_z out"
                 )
+            if attention_mask is not None and not bool(attention_mask.all()):
+                raise UnsupportedError(
+                    "attention_mask: only router losses read it, and the model adds none; give "
+                    "padding document_ids of its own and labels of -100"
+                )
             return inputs
+        if not 0 <= share < inf:
+            raise UnsupportedError(f"router_share: expected a number of at least 0, got {share}")
         mask = None if attention_mask is None else attention_mask.to(model.stages.device) != 0
         losses = RouterLoss(model.routers, model.stages.device, self.router_z, mask)
         losses.scale = share * losses.scale

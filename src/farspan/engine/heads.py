@@ -68,6 +68,15 @@ LogitsFunction = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]]
 _EXACT = 2**24  # whole numbers up to it are exact in float32
 
 
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    """Return whether results are equal, those in floating point up to rounding."""
+    if not found.is_floating_point():
+        return torch.equal(found, expected)
+    limit = torch.finfo(found.dtype).eps ** 0.5 * (1 + expected.abs())
+    near = (found - expected).abs() <= limit
+    return bool((near | (found.isnan() & expected.isnan()) | (found == expected)).all())
+
+
 @dataclass(frozen=True, slots=True)
 class FromLogits(LogProbs):
     """Head that returns what the user's function computes of each token's logits."""
@@ -80,8 +89,11 @@ class FromLogits(LogProbs):
         rows = self._run(logits, targets)
         if not self.outputs:
             self.outputs.extend(rows)
-            alone = self._run(logits[:1], targets[:1])
-            if not all(torch.equal(a[:1], b) for a, b in zip(rows, alone, strict=True)):
+            # In reverse, after a stranger: whatever looks at other tokens sees others.
+            again = self._run(
+                torch.cat((-logits[:1], logits.flip(0))), torch.cat((targets[:1], targets.flip(0)))
+            )
+            if not all(_alike(a, b[1:].flip(0)) for a, b in zip(rows, again, strict=True)):
                 raise UnsupportedError(
                     "preprocess_logits_for_metrics: a token's result depends on other tokens, but "
                     "the function gets some tokens at a time; return a result per token"
@@ -100,7 +112,13 @@ class FromLogits(LogProbs):
                     f"preprocess_logits_for_metrics: expected tensors [batch, tokens, ...], as "
                     f"[1, {len(logits)}, ...] for {len(logits)} tokens, got {what}"
                 )
-            if not out.is_floating_point() and bool((out.abs() > _EXACT).any()):
+            wide = accumulate_dtype(logits.dtype)
+            if out.is_floating_point() and out.dtype.itemsize > wide.itemsize:
+                raise UnsupportedError(
+                    f"preprocess_logits_for_metrics: {out.dtype} would be rounded to {wide}; "
+                    f"return {wide} or whole numbers"
+                )
+            if not out.is_floating_point() and bool((out.long().abs() > _EXACT).any()):
                 raise UnsupportedError(
                     f"preprocess_logits_for_metrics: whole numbers above {_EXACT:,} would be "
                     "rounded; return smaller ones"

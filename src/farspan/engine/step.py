@@ -1,6 +1,7 @@
 """Train on one sequence longer than memory: the public call of a training step."""
 
 from collections.abc import Callable
+from math import inf
 from operator import attrgetter
 from typing import Generic, Literal, TypeVar, overload
 
@@ -120,7 +121,7 @@ class Step:
     # Number of the next call that may drop or add noise. A resumed training restores it.
     drawn, seed = _OfPart[int]("_calls.drawn"), _OfPart[int]("_calls.seed")
     neftune_alpha = _OfPart[float | None]("_calls.neftune_alpha")
-    # Router losses of the latest call, after `logprobs` or `values` with a gradient; else 0.
+    # Router losses of the latest call, with a graph after `logprobs` or `values`; else 0.
     router_loss = _OfPart[Tensor]("_calls.router_loss")  # all, by their coefficients
     aux_loss = _OfPart[Tensor]("_calls.aux_loss")  # the load-balancing loss, as in a model's output
     # The planner's plan for the present schedule; None if the planner did not choose it.
@@ -163,8 +164,12 @@ class Step:
             far = None if asked is None else far_step(asked, selector)
             models.begin(weights)
             memory = StepMemory.on(models.now.stages.device, memory)
-        if not 0 <= label_smoothing < 1:
-            raise UnsupportedError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
+        limits = ("label_smoothing", label_smoothing, 1), ("router_z", router_z, inf)
+        for name, value, most in limits:
+            if not isinstance(value, int | float) or not 0 <= value < most:
+                raise UnsupportedError(
+                    f"{name}: expected a number of at least 0, below {most}, got {value!r}"
+                )
         runner = Runner(memory, overlap, far, progress, poison, label_smoothing)
         self.head, self.runner = head, runner
         self._calls = Calls(models, self.runner, planner, seed, neftune_alpha, router_z)
@@ -355,6 +360,17 @@ class Step:
         """
         head = FromLogits(function=function)
         with self._calls.agreement("from_logits") as same:
+            if labels.shape != input_ids.shape:
+                raise UnsupportedError(
+                    f"labels: expected the shape of input_ids {tuple(input_ids.shape)}, got "
+                    f"{tuple(labels.shape)}"
+                )
+            sharded = self.sharded_model
+            if sharded is not None and sharded.ranks.layout.pipeline > 1:
+                raise UnsupportedError(
+                    "from_logits: in a pipeline only the last stage has logits; use a layout "
+                    "without pipeline"
+                )
             given = input_ids, input_ids.long(), document_ids, labels
             asked = ask(self._calls, same, head, *given)
         return head.unpacked(values(self._calls, same, asked, self.head))

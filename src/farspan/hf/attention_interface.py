@@ -140,10 +140,8 @@ def config_field(model: nn.Module, name: str, value: Any) -> Iterator[None]:
 def without_router_loss(model: PreTrainedModel) -> Iterator[None]:
     """Keep the model's own forward from adding router losses inside the context, since its stages
     record no router logits. `routers_of` still finds the model's routers."""
-    if routers_of(model) is None:
-        yield
-        return
-    with config_field(model, "output_router_logits", False), config_field(model, ADDED, True):
+    added = vars(model), ADDED, routers_of(model) is not None
+    with config_field(model, "output_router_logits", False), put_in([added]):
         yield
 
 

@@ -52,6 +52,7 @@ UNUSED = {
     "experts_implementation": "farspan chooses how experts run; leave it out",
     "gradient_checkpointing": "the schedule decides what is recomputed; leave it out",
     "quantization_config": "the run file has model.quantize for this; set that",
+    "output_router_logits": "the run file has loss.router for this; set that",
     **dict.fromkeys(
         ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha", "moe_loss_weight"),
         "the run file has loss.router for this; set that",

@@ -29,8 +29,10 @@ from farspan.hf.swap import Part, put, put_in
 from farspan.spec import UnsupportedError
 
 LOSS = "load_balancing_loss_func"  # in the module of each family that has this loss
-ASKED = "output_router_logits"  # field of a configuration
-ADDED = "_farspan_adds_router_loss"  # field while a step adds the loss in place of the model
+# Attribute of a model that decides, before `output_router_logits` of its configuration, whether
+# steps add its router loss: in runs and TRL's trainers, whose configurations stay as they are, and
+# while a step runs the stages of the model's own forward.
+ADDED = "_farspan_adds_router_loss"
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 _EXPERTS, _TOP_K = ("num_experts", "num_local_experts"), ("num_experts_per_tok",)
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -50,8 +52,8 @@ def routers_of(model: PreTrainedModel) -> Routers | None:
     """Return the routers whose loss the model adds to its own, or None if it adds none. Raises
     UnsupportedError for a loss of another form."""
     config = model.config.get_text_config()
-    asking = (getattr(c, name, False) for c in (config, model.config) for name in (ASKED, ADDED))
-    if not any(asking):
+    added = vars(model).get(ADDED)
+    if not (getattr(config, "output_router_logits", False) if added is None else added):
         return None
     forward = inspect.unwrap(type(model).forward)
     if LOSS not in forward.__code__.co_names:
@@ -67,19 +69,20 @@ def routers_of(model: PreTrainedModel) -> Routers | None:
     return Routers(_recorded(model), int(experts), int(top_k), float(balance))
 
 
-def add_router_loss(model: PreTrainedModel, coefficient: float) -> None:
-    """Have the model add its load-balancing loss by this coefficient, as `output_router_logits` in
-    its configuration does. Raises UnsupportedError if transformers has none for this model."""
-    config = model.config.get_text_config()
-    config.output_router_logits = True
+def add_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
+    """Have steps of the model add its load-balancing loss by this coefficient, whatever its
+    configuration says; None: have them add none. Raises UnsupportedError if transformers has no
+    such loss for the model."""
+    put([(vars(model), ADDED, coefficient is not None)])
+    if coefficient is None:
+        return
     if routers_of(model) is None:
-        del config.output_router_logits
         raise UnsupportedError(
             f"loss.router: {type(model).__name__} has no load-balancing loss in transformers; "
             "leave router and router_z out"
         )
     name = next((n for n in _COEFFICIENTS if hasattr(model, n)), _COEFFICIENTS[0])
-    put([(model, name, coefficient), (config, name, coefficient)])
+    put([(model, name, coefficient)])
 
 
 def _attribute(model: nn.Module, config: Any, names: Iterable[str]) -> Any:

@@ -32,6 +32,7 @@ from farspan.engine.heads import STATISTICS, HeadFunction, LogProbs
 from farspan.engine.loss import IGNORED, document_starts, shift_labels, trained_token_count
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Step
+from farspan.hf.routers import ADDED
 from farspan.hf.swap import forwards, put
 from farspan.hf.unsupported import refuse_adapters, rope_types
 from farspan.posttrain.ranks import (
@@ -121,6 +122,7 @@ class LongContext:
     optimizer: Any
     state: Any
     model_accepts_loss_kwargs: bool
+    compute_metrics: Any
     preprocess_logits_for_metrics: Any
     neftune_noise_alpha: Any
     current_gradient_accumulation_steps: int
@@ -160,13 +162,19 @@ class LongContext:
         self._shard()
         if self._by_values:
             self._replace_forwards()
+        evaluates = str(getattr(self.args.eval_strategy, "value", self.args.eval_strategy)) != "no"
+        rewards = any(forward.classifies for forward in self._forwards)
+        metrics = self.compute_metrics is not None and not self.args.prediction_loss_only
+        if evaluates and metrics and not rewards:
+            self._refuse_outputs()
 
     def _replace_forwards(self) -> None:
         if self._forwards:
             return
         self._shard()
         if getattr(self, "aux_loss_enabled", False):  # of routers: TRL asks for it in every call
-            self.model.config.get_text_config().output_router_logits = True
+            unwrap = getattr(self.model, "get_base_model", lambda: self.model)
+            put([(vars(unwrap()), ADDED, True)])
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 self._forwards.append(_Forward(model, self._step_of, self._forwards))
@@ -233,9 +241,19 @@ class LongContext:
         if not scaled:
             trained *= self.current_gradient_accumulation_steps
             share /= self.current_gradient_accumulation_steps
-        step, mask, trained = self._farspan(), inputs.get("attention_mask"), max(1, trained)
-        loss = step(*batch, trained_tokens=trained, attention_mask=mask, router_share=share)
-        return loss.detach()
+        step, how = self._farspan(), self._routing(inputs, share)
+        return step(*batch, trained_tokens=max(1, trained), **how).detach()
+
+    def _routing(self, inputs: Mapping[str, Any], share: float) -> dict[str, Any]:
+        """Return the arguments of a step that add this share of the model's router losses. A
+        Trainer that smooths labels computes the loss itself, without them."""
+        if self._farspan().prepared_model.routers is None:
+            return {}
+        mask = inputs.get("attention_mask")
+        return {
+            "attention_mask": mask,
+            "router_share": 0.0 if self.args.label_smoothing_factor else share,
+        }
 
     def prediction_step(
         self,
@@ -259,8 +277,8 @@ class LongContext:
             return found
         model.eval()
         inputs = self._prepare_inputs(inputs)
-        batch, mask = _batch(inputs, self.model.config), inputs.get("attention_mask")
-        loss = self._farspan().evaluate(*batch, attention_mask=mask).detach()
+        batch = _batch(inputs, self.model.config)
+        loss = self._farspan().evaluate(*batch, **self._routing(inputs, 1.0)).detach()
         if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:
             loss = torch.full_like(
                 loss, torch.nan
@@ -269,7 +287,8 @@ class LongContext:
             return loss, None, None
         ids, _, documents = batch
         labels = inputs["labels"]
-        outputs: Any = self._farspan().from_logits(self._preprocess, ids, labels, documents)
+        function = self._preprocess or self.preprocess_logits_for_metrics
+        outputs: Any = self._farspan().from_logits(function, ids, labels, documents)
         return loss, outputs, labels
 
     def _refuse_outputs(self) -> None:
@@ -279,7 +298,7 @@ class LongContext:
                 "outputs: evaluation of TRL's trainers returns only the loss; leave out "
                 "compute_metrics and predict, or set prediction_loss_only=True"
             )
-        if self._preprocess is None:
+        if self._preprocess is None and self.preprocess_logits_for_metrics is None:
             raise UnsupportedError(
                 "preprocess_logits_for_metrics: missing, and logits of a whole sequence would not "
                 "fit into memory; give the Trainer a function of each token's logits, such as "
@@ -292,14 +311,14 @@ class LongContext:
         own: Any = super()
         if self._by_values:
             return own.evaluation_loop(*args, **keywords)
-        self._preprocess, self.preprocess_logits_for_metrics = (
-            self.preprocess_logits_for_metrics,
-            None,
-        )
+        function = self.preprocess_logits_for_metrics
+        if function is None:  # or another loop has taken it
+            return own.evaluation_loop(*args, **keywords)
+        self._preprocess, self.preprocess_logits_for_metrics = function, None
         try:
             return own.evaluation_loop(*args, **keywords)
         finally:
-            self.preprocess_logits_for_metrics = self._preprocess
+            self._preprocess, self.preprocess_logits_for_metrics = None, function
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
         """Return the loss of the Trainer's own method, with a reference model's log-probabilities
@@ -605,6 +624,7 @@ class _Forward:
                     assert step_of is not None, "its trainer asks"
                     forward.step = step_of(forward._model, head=self.head, memory=memory)
             assert self.step is not None
+            mask = mask if self.step.prepared_model.routers is not None else None
             return self.step.values(ids, *further, attention_mask=mask)
 
 

@@ -149,7 +149,8 @@ class PreferenceLoss(_LogProbLoss):
         """Return [pairs, 2]: the log-probability of each pair's chosen and rejected answer, summed
         over its tokens, or averaged if the loss uses means."""
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        logprobs = step.logprobs(ids, labels, documents, attention_mask=micro.attention_mask)
+        mask = micro.attention_mask if self.loss.routers else None
+        logprobs = step.logprobs(ids, labels, documents, attention_mask=mask)
         trained = _is_trained(labels, documents).to(logprobs.dtype)
         by_length = self.loss.by_length or self.loss.kind is not LossKind.DPO
         answers = []
@@ -265,7 +266,8 @@ class DistillationLoss(_LogProbLoss):
         trained = _is_trained(labels, documents)
         targets = torch.full_like(top, UNTRAINED)  # labels belong to the token before
         targets[:, 1:] = top[:, :-1].where(trained[:, :-1, None], UNTRAINED)
-        student = step.logprobs(ids, targets, documents, attention_mask=micro.attention_mask)
+        mask = micro.attention_mask if self.loss.routers else None
+        student = step.logprobs(ids, targets, documents, attention_mask=mask)
         return {"loss": losses.distillation(student, known, trained).sum() / total}
 
 

@@ -204,9 +204,10 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     there = format_of(config)
     packed = bool(model.quantize if there is None else there.get("load_in_4bit"))
     blank = blank_model(config, torch_dtype(run))
-    if run.objective.routers:
-        add_router_loss(blank, run.objective.router)
-        config.get_text_config().output_router_logits = True
+    adds = run.objective.routers
+    add_router_loss(blank, run.objective.router if adds else None)
+    if hasattr(config.get_text_config(), "output_router_logits"):  # which profiles go by
+        config.get_text_config().output_router_logits = adds
     refuse_model(blank)
     refuse_dropout(blank)
     if lora is None:

@@ -411,8 +411,7 @@ def _load(
         known=config,
     )
     resize_embeddings(model, rows, run.seed)
-    if run.objective.routers:
-        add_router_loss(model, run.objective.router)
+    add_router_loss(model, run.objective.router if run.objective.routers else None)
     adapt(model, run)
     # Training mode shows dropout, which is then refused rather than silently left out.
     model.train()
