@@ -257,7 +257,7 @@ class _BlockSum:
             self.sum, self.waiting = added(self.sum, self.waiting, dtype), []
 
     def total(self) -> Tensor:
-        """Return the sum, or zeros if nothing was added."""
+        """Return the gradient summed over all added blocks, or zeros if none was added."""
         self._finish(self.dtype)
         if self.sum is None:
             return torch.zeros_like(self.like, dtype=self.dtype)

@@ -343,9 +343,9 @@ class Saver:
         self._together(write, "writing a checkpoint")
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
-        """Delete checkpoints up to `step`, except the latest `keep` and that of step `best`. If
-        `saved` (this run has just written `step`), delete later ones too: it could not resume from
-        them. Those that `resume` skipped and that may be intact stay. Raises WriteFailed."""
+        """Delete checkpoints up to `step`, except the latest `keep`. If `saved` (this run has just
+        written `step`), delete later ones too: it could not resume from them. Always keep that of
+        step `best`, and any that `resume` skipped and that may be intact. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]

@@ -614,8 +614,8 @@ class PreferenceForm(Form):
         ]
 
     def _prompt(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """Return the record's text prompt as a list of one user message; an empty list if there is
-        none, or if both answers already begin with it. Raises UnsupportedError if they differ."""
+        """Return the text prompt as a list of one user message; [] if none or if it is in `shared`,
+        which begins both answers. Raises UnsupportedError if `shared` has only other messages."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []

@@ -217,8 +217,8 @@ class FailureDetector:
             raise raised from error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """Tell the other ranks that this rank has left its block. Return the exception to raise for
-        the block's `error`; None if there was no error. See Note: [The store]."""
+        """Tell the other ranks that this rank has left the `with` body. Return the exception to
+        raise for the body's `error`, or None if there was no error. See Note: [The store]."""
         verdict: list[BaseException] = []
 
         def part() -> None:

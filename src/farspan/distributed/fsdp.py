@@ -376,8 +376,9 @@ class ShardedParameters:
         places: Mapping[nn.Parameter, Tensor],
         before: Mapping[nn.Parameter, Tensor],
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield, in ZERO_0, each parameter of a unit with its gradient, if some rank has one: the
-        sum over ranks, in their order, plus the parameter's entry in `before`, if any.
+        """For ZERO_0: yield a unit's parameters that have a gradient on some rank. Each comes with
+        the sum of its gradients over ranks, in the order of ranks, which includes its entry in
+        `before`, if any.
 
         Use a sum before the next is requested; all ranks iterate to the end. Gradients are taken
         out of `totals`; a rank without one uses the memory in `places`, zeroed.

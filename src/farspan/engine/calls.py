@@ -186,8 +186,8 @@ class Calls:
     def routing(
         self, inputs: StepInputs, attention_mask: Tensor | None, share: float = 1.0
     ) -> StepInputs:
-        """Return the inputs, with an object that computes the router losses if the model has these.
-        The call adds `share` times these losses to its loss."""
+        """Return a step's inputs, with an object that computes router losses if the model has them.
+        The step's loss then includes `share` times these router losses."""
         model = self.models.now
         self.routers = self.router_losses = None
         if model.routers is None:

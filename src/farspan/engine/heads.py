@@ -85,7 +85,7 @@ class FromLogits(LogProbs):
     outputs: list[Tensor] = field(default_factory=list)  # of the first piece: shapes and dtypes
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the outputs for logits [n, V] and labels [n, 1] as columns [n, k]."""
+        """Return the user function's values of tokens, [n, k], for logits [n, V], labels [n, 1]."""
         rows = self._run(logits, targets)
         if not self.outputs:
             self.outputs.extend(rows)

@@ -173,7 +173,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Options of measuring a cell; `form` gives each combination its name in profiles."""
+    """Options for measuring a cell; their combinations have names in profiles (see `name`)."""
 
     graph: bool = False
     kept: bool = False

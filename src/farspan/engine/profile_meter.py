@@ -232,7 +232,7 @@ class NoSums(GradientAccumulator):
 
 @dataclass(frozen=True, slots=True)
 class SparedLayers(Layers):
-    """Layers that skip their last matrix product if `unread` is set."""
+    """Measured layers; if nothing reads their output (`unread`), they skip the last product."""
 
     linears: AccumulatingLinears
     unread: bool

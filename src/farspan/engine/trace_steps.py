@@ -352,7 +352,8 @@ class TraceRequest:
     measuring: Callable[[], Measure] | None = None  # as for `Profiles`; for farspan's strategies
 
     def trace(self) -> Trace:
-        """Run the trace. Raises UnsupportedError, which names the field."""
+        """Run the steps on the meta device, and return their requests to the memory allocator.
+        Raises UnsupportedError, which names the field of this request."""
         if not self.contexts:
             raise UnsupportedError(
                 "context: give --context TOKENS, or --contexts with one for each step"

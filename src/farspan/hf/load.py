@@ -632,9 +632,9 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
 
 
 def _check_adapted(model: Any, targets: dict[str, Any]) -> None:
-    """Raise UnsupportedError if peft would treat a target as stacked experts. It recognizes experts
-    by their names from before they were stacked, such as gate_proj, which dense layers and shared
-    experts have too; it does so again when it loads saved adapters."""
+    """Raise UnsupportedError if a target has no adapter because peft took it for stacked experts.
+    peft goes by the experts' names before stacking, such as gate_proj, which dense layers and
+    shared experts have too. It makes the same mistake when it loads saved adapters."""
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
     lost = {name.rpartition(".")[2] for name in targets.keys() - found}
     if lost:

@@ -579,7 +579,8 @@ def _field(config: Any, name: str) -> str | None:
 
 
 def _long_tables(module: nn.Module) -> list[bytes]:
-    """Return the tables that longrope makes for a long sequence, which no buffer has until then."""
+    """Return longrope's frequencies and scale for long sequences, as bytes. The module's tensors
+    hold them only once a sequence is long."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     config: Any = getattr(module, "config", None)

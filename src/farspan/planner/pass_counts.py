@@ -275,7 +275,7 @@ class GroupSplits:
 
     @cached_property
     def parts(self) -> tuple[list[Part], Array]:
-        """Distinct (layer, role) pairs, and the number of such layers, [splits, pairs]."""
+        """Distinct `Part`s (role, kind of layer), and how many layers each has, [splits, parts]."""
         found: dict[Part, Array] = {}
         for k, groups in enumerate(self.bounds):
             tops = {stop - 1 for _, stop in groups}

@@ -296,8 +296,8 @@ class Plan:
 
     @property
     def hides(self) -> bool:
-        """Return whether a query may not see tokens that dense attention would show it. Layers with
-        a sliding window hide none, since they stay dense."""
+        """Return whether sparse attention may hide from a query tokens that dense attention shows.
+        Layers with a sliding window stay dense, so they hide none."""
         sparse = self.schedule.sparse
         return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 

@@ -357,8 +357,8 @@ class FootprintSearch:
         self.simulated = 0
 
     def search(self, best: Plan, limit: float, effort: SearchEffort) -> Plan:
-        """Return the plan with the least memory that takes at most `limit` seconds, or `best` if no
-        plan takes less memory; when the effort is spent, the best plan so far."""
+        """Return the plan of at most `limit` seconds with the least memory, or `best` if none takes
+        less memory than `best`. When the effort is spent, return the best found so far."""
         heap = list(self._near(best, limit))
         heapq.heapify(heap)
         while heap and heap[0].footprint < footprint(best):

@@ -358,8 +358,8 @@ HALF = ("bfloat16", "float16")
 
 
 def workspace_bytes(question: Question, schedule: Schedule) -> int:
-    """Workspace bytes of the largest attention call on the device; `schedule` is in tokens of one
-    device (`own_schedule`). Without a measurement, only deterministic kernels' sums of dQ count."""
+    """Workspace bytes of a device's largest attention call. `schedule` counts the device's own
+    tokens (`own_schedule`). Without a measurement only deterministic kernels' sums of dQ count."""
     return max(_bytes(question, schedule, spec) for spec in question.model.layers)
 
 

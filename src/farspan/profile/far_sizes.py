@@ -106,8 +106,9 @@ class FarRow:
         return copies
 
     def _plain(self) -> int:
-        """Return the extra bytes of `PlainPages`: at most six score matrices, two copies of each
-        query head's keys and values or their gradients, and the inputs, in the accumulate dtype."""
+        """Return the most bytes that `PlainPages`, attention in plain PyTorch, takes beyond copied
+        pages and results; 0 for other kernels. It takes, in the accumulate dtype, six score
+        matrices, the inputs, and two copies per query head of K and V or of their gradients."""
         if not self.plain:
             return 0
         dims = self.head_dim + self.value_dim

@@ -63,7 +63,8 @@ class Profiles:
         return max((min(widths) for one in layers for widths in adapted(one, rank)), default=1)
 
     def of(self, variant: Variant) -> ModelProfile:
-        """Return the profile of a variant. Raises UnsupportedError if it cannot be measured."""
+        """Return the model's profile for these training options: precision, adapters, kernels.
+        Raises UnsupportedError if it cannot be measured."""
         if variant not in self._known:
             profile = self._plain(variant)
             self._known[variant] = replace(profile, spec=replace(profile.spec, name=self.name))

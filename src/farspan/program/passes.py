@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return how many bytes fewer a cell saves for each token by which its chunk is shorter."""
+        """Return the bytes that a token adds to a cell's saved tensors; 0 if chunks are equal."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0

@@ -21,7 +21,7 @@ from farspan.spec import Cut, LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, T
 
 
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
-    """Return the rows that each chunk takes in buffers of this kind."""
+    """Return the range of rows that each chunk takes in a rank's buffers of this tensor kind."""
     match RESIDENCY[kind].rows:
         case CutInto.CELLS | CutInto.GROUPS:
             return share.cells

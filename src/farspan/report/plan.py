@@ -505,7 +505,7 @@ def contexts_view(
     max_step: float = math.inf,
 ) -> RenderableType:
     """Return a table of each strategy's longest context with steps of at most `max_step` seconds.
-    Strategies that `plans` lacks fit at no context."""
+    A strategy that is not in `plans` has none: it fits at no length."""
     header = f"longest context of {question.model.name}, {devices_words(question)}"
     if not math.isinf(max_step):
         header += f", steps of at most {write_seconds(max_step)}"

@@ -382,7 +382,7 @@ class _Moments:
         return cls(group, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1], k.mean(1, keepdim=True))
 
     def add(self, other: Self) -> None:
-        """Add the moments of another forward's queries and keys; `principal` averages them."""
+        """Add second moments of another forward's queries and keys; `principal` averages them."""
         self.queries += other.queries
         self.keys += other.keys
         self.key += other.key

@@ -214,8 +214,8 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
 
 @triton.jit
 def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
-    """Compute three numbers per query that the dQ and dK, dV kernels read (see `_row_values`),
-    without fp32 copies of dO and O. A row without any key gets -inf, so that its weights are 0."""
+    """Store -lse / scale, -rowsum(dO * O) and the first visible key of each query for dQ, dK and dV
+    kernels, without fp32 copies of dO and O. Without keys the first is -inf: weights are 0."""
     row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
     head, token, fits = _query_rows(query_page, row, sizes, shape)
     dout_tile, out_tile = _load_both(dout, out, batch, kv_head, head, token, fits, shape)
@@ -363,7 +363,7 @@ def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
 
 @triton.jit
 def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.constexpr):
-    """Compute dK and dV for a tile of the keys of one page, which no other program writes."""
+    """Compute dK and dV for a tile of a page's keys, which no other Triton program writes."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     row = tl.load(visits.rows + tl.program_id(0) // tiles).to(tl.int64)
     start, stop = tl.load(visits.starts + row), tl.load(visits.starts + row + 1)

@@ -272,7 +272,7 @@ class DistillationLoss(_LogProbLoss):
 
 
 def _pair_numbers(micro: Micro) -> tuple[int, ...]:
-    """Return the numbers, counted over all data, of the batch's preference pairs, row by row."""
+    """Return each preference pair's index in the whole data, row by row of the micro-batch."""
     return tuple(number for row in micro.batch.pairs for number in row)
 
 

@@ -315,8 +315,8 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return a function of a program: the most bytes that a step takes outside the program's
-    buffers, for the temporary tensors of cells and for the values that the loss keeps per token.
+    """Return a function that computes, for a program, the most bytes that a step takes outside its
+    buffers: for temporary tensors of cells, and for values that the loss keeps per token.
 
     The model's profile predicts these bytes, and the first step measures them. For ranks that share
     a step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights

@@ -322,7 +322,7 @@ def memory_json(
 
 
 def _fullest(peaks: Sequence[int], frames: StepFrames) -> Bytes:
-    """Return for each frame that the report draws the index of its instruction of highest peak."""
+    """Return, for each frame in the report, the index of its instruction where memory peaks."""
     values, tops, start = np.array(peaks, np.int64), list[int](), 0
     for end in frames.ends:
         stop = min(end, len(values))

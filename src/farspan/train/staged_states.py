@@ -474,7 +474,7 @@ class DiskStates(HostStates):
     its rounded fp32 master copy, and no copy or request to the drive is running."""
 
     def _allocate(self, ranks: ParallelContext | None, room: int | None) -> None:
-        """Allocate the staging buffers and open the file. Raises UnsupportedError on all ranks."""
+        """Allocate staging memory; open the states' file. Raises UnsupportedError on all ranks."""
         each = sectors(self._staged * max((d.itemsize for _, _, d in self._arrays()), default=0))
         kept = MOMENTS + any(map(is_low, self._parameters.values()))
         self._reserve(0, DISK_SLOTS * kept * each, ranks, room)

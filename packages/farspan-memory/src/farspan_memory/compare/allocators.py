@@ -260,8 +260,8 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids a free block of `fits` bytes for a request. Blocks
-        beyond that limit serve only requests beyond it, and only if they leave little unused."""
+        """Return whether max_split_size forbids a request of `size` a free block of `fits` bytes.
+        Blocks at or above the limit serve only requests at or above it that leave little unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
