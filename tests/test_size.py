@@ -30,7 +30,7 @@ MODELS = f"{ALLOCATOR}src/farspan_memory/compare/"
 # what was gained. A file belongs to the package whose path is the longest that it begins with.
 BUDGETS = {
     "core": (25_135, 20_000),
-    "planner": (12_156, 10_500),
+    "planner": (12_160, 10_500),
     "train": (15_630, 11_500),
     "posttrain": (880, 1_300),
     "sparse": (4_280, 4_300),
