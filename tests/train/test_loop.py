@@ -98,6 +98,18 @@ def test_the_folder_tells_the_whole_run(tmp_path: Path) -> None:
     assert about["memory"] == {"weights": 35_904}
 
 
+def test_every_batch_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+    drawn: dict[int, int] = {}
+
+    def note(step: TinyStep, calls: int) -> None:
+        drawn[calls] = step.drawn  # of the held-out batches before a call, then of the call
+
+    run = tiny_run(tmp_path)
+    fit(run, note)
+    batches = STEPS * run.accumulate
+    assert [drawn[call] for call in range(batches)] == list(range(batches))
+
+
 def test_nothing_is_evaluated_before_step_one_unless_asked(tmp_path: Path) -> None:
     """With a pass over held-out text first, a user of a long context sees no step for minutes."""
     assert not EvaluationConfig().on_start
