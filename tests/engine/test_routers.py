@@ -190,11 +190,10 @@ def test_a_loss_that_is_left_out_has_no_gradient() -> None:
 def test_edits_between_steps() -> None:
     model = routed_model()
     step = Step(model, SCHEDULE)
-    with_loss = step(*DATA)
+    with_loss, balance = step(*DATA), float(step.aux_loss)
     model.router_aux_loss_coef = 0.0
     without = step(*DATA)
-    assert float(with_loss - without) == pytest.approx(float(with_loss - without), rel=1e-6)
-    assert float(with_loss - without) > COEFFICIENT
+    assert float(with_loss - without) == pytest.approx(COEFFICIENT * balance, rel=1e-6)
     model.config.output_router_logits = False
     assert float(step(*DATA)) == pytest.approx(float(without), rel=1e-6)
 
@@ -257,6 +256,16 @@ def on_replicas(layout: Layout) -> list[str]:
 def test_replicas_add_losses_of_their_own() -> None:
     """As a Trainer's processes do, which count tokens for all and average over devices."""
     assert run_ranks(2, on_replicas, Layout(data=2)) == [[], []]
+
+
+def test_functions_of_logits_that_would_be_rounded_or_misled_are_refused() -> None:
+    step = Step(make_model("llama", torch.float32), SCHEDULE)
+    with pytest.raises(
+        UnsupportedError, match=r"torch\.float64 would be rounded to torch\.float32"
+    ):
+        step.from_logits(lambda logits, _: logits[..., 0].double(), DATA.input_ids, DATA.labels)
+    with pytest.raises(UnsupportedError, match="labels: expected the shape of input_ids"):
+        step.from_logits(lambda logits, _: logits[..., 0], DATA.input_ids, DATA.labels[:1])
 
 
 def test_arguments_that_would_be_lost_are_named() -> None:
