@@ -164,6 +164,13 @@ def test_every_family_is_predicted(family: str, kind: tuple[torch.dtype | str, s
     agree(Step(model, in_chunks(name, 230)), 1, 230, CLOSE)
 
 
+@pytest.mark.parametrize("name", ["grouped", "memo"])
+def test_losses_of_routers_are_predicted(name: str) -> None:
+    """All but the sums that a step keeps, 160 bytes for four experts."""
+    model = make("mixtral", torch.float32, output_router_logits=True)
+    agree(Step(model, in_chunks(name, 230)), 1, 230, EXACT)
+
+
 @pytest.mark.parametrize("heads", [{"head_dim": 32}, {"num_key_value_heads": 1}])
 def test_heads_wider_than_the_model_are_predicted(heads: dict[str, int]) -> None:
     """Their attention is the fullest moment of a backward."""
