@@ -160,6 +160,9 @@ FURTHER: dict[str, Family] = {
     "arcee": Family(),
     "aria_text": Family(),
     "biogpt": Family({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "bert": Family(
+        {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    ),
     "bitnet": Family(),
     "cohere2_moe": Family({**EXPERTS, **SLIDING}),
     "cwm": Family(SLIDING),
@@ -197,6 +200,18 @@ FURTHER: dict[str, Family] = {
             **SLIDING,
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16,
+        }
+    ),
+    "llama4_text": Family(
+        {
+            **LOCAL_EXPERTS,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 48,
+            "floor_scale": 5,
+            "attn_scale": 0.3,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
         }
     ),
     "laguna": Family({**SMALL_EXPERTS, **SLIDING}),

@@ -221,6 +221,8 @@ class LayerSpec:
     head_dim: int  # of queries and keys
     value_dim: int  # of values; equal to head_dim for nearly every model
     window: int | None = None  # a query sees itself and the `window - 1` tokens before it
+    # Documents are cut every `window` tokens instead, and a query sees its piece (Llama 4).
+    chunked: bool = False
     sinks: bool = False  # one learned logit per head joins the softmax (GPT-OSS)
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma2)
     activation_bytes: int = 0  # per token; saved by autograd besides x, K, V, O and LSE

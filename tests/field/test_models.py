@@ -72,10 +72,10 @@ BART = {
 }
 INDEXER = "attends to the tokens that model.layers.0.self_attn.indexer chooses"
 DECODER = "is the decoder of an encoder-decoder model (model.decoder.layers.0.encoder_attn"
-ELSEWHERE = "called the attention interface 0 times for 2 layers"
+ELSEWHERE = "computes attention, or a recurrence, in code of its own"
 TWICE = "called the attention interface 4 times for 2 layers, 2 of which attend"
 READS = "attends to later tokens (is_decoder is false in its configuration)"
-WITHIN = "runs its layers in bert.encoder (a BertEncoder), a module within its decoder"
+PADDING = "numbers positions from 1 on, after its padding token's id"
 REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", INDEXED, INDEXER),
     ("glm_moe_dsa", INDEXED, INDEXER),
@@ -92,7 +92,7 @@ REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("bert", {}, READS),
     ("roberta", {}, READS),
     ("electra", {}, READS),
-    ("bert", {"is_decoder": True}, WITHIN),
+    ("roberta", {"is_decoder": True}, PADDING),
     ("diffllama", {}, TWICE),
     ("dory", {}, TWICE),
     ("zaya", {}, "passes a layer more than the hidden state of the layer before"),

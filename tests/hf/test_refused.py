@@ -37,7 +37,7 @@ BART = {
 XGLM = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}
 GRIFFIN = {"num_hidden_layers": 3, "lru_width": 32}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-OTHERWISE = "caches K and V but does not attend through the attention interface"
+OTHERWISE = "caches K and V, but computes attention in code of its own"
 NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
 
 
@@ -59,7 +59,7 @@ class TestModels:
         for layer in model.model.layers:
             layer.self_attn = _Own()
         message = refusal(model)
-        assert "called the attention interface 0 times for 2 layers, 0 of which attend" in message
+        assert "computes attention, or a recurrence, in code of its own" in message
         assert "every layer must attend through it exactly once" in message
 
     @pytest.mark.parametrize(
@@ -359,11 +359,11 @@ class TestModelsOfTheirOwnKind:
     @pytest.mark.parametrize("alibi", [False, True])
     def test_falcon(self, alibi: bool) -> None:
         message = refusal(build("falcon", alibi=alibi))
-        assert "FalconForCausalLM called the attention interface 0 times" in message
+        assert "FalconForCausalLM computes attention" in message
 
     def test_mpt(self) -> None:
         message = refusal(build("mpt", d_model=32, n_heads=4, n_layers=2))
-        assert "MptForCausalLM called the attention interface 0 times" in message
+        assert "MptForCausalLM computes attention" in message
 
     def test_dropped_layers(self) -> None:
         message = refusal(make_model("opt", layerdrop=1e-6))

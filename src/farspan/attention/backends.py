@@ -50,6 +50,7 @@ def reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     document_ids: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Return the output [B, H, S, Dv] of exact causal attention, computed in plain PyTorch from q
     [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv] and document ids [B, S]."""
@@ -58,13 +59,25 @@ def reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     tokens = q.shape[2]
-    visible = q.new_ones(tokens, tokens).tril().triu(1 - (window or tokens)).bool()
+    reach = tokens if window is None or chunked else window
+    visible = q.new_ones(tokens, tokens).tril().triu(1 - reach).bool()
+    if chunked and window is not None:
+        document_ids = _pieces(document_ids, torch.arange(tokens, device=q.device), window)
     if document_ids is not None:
         visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
     return scores.softmax(-1)[..., :tokens] @ v
+
+
+def _pieces(document_ids: Tensor | None, tokens: Tensor, window: int) -> Tensor:
+    """Return an id for each piece of `window` tokens of each document, [B or 1, S]."""
+    if document_ids is None:
+        return (tokens // window)[None]
+    begins = document_ids.diff(dim=1, prepend=document_ids[:, :1] - 1) != 0
+    first = (begins * tokens).cummax(1).values  # token of each document
+    return first + (tokens - first) // window * window  # first token of each piece
 
 
 # -- softmaxes joined from their parts ----------------------------------------------------------

@@ -45,8 +45,8 @@ from farspan.program.attention_blocks import (
     Run,
     cut_wide,
     document_runs,
+    layer_blocks,
     most_of,
-    plan_held_blocks,
 )
 from farspan.program.layout import Range, Rank, Share, among_heads, share_of
 from farspan.program.program import AttentionMode, Backward, Forward, Program
@@ -303,7 +303,7 @@ class AttentionContext:
     kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
     far: FarRun[KVPrefix] | None = None  # None: queries see every key
     chunk: int = -1
-    blocks: dict[tuple[int | None, int, int], tuple[Block, ...]] = field(default_factory=dict)
+    blocks: dict[tuple[int | None, bool, int, int], tuple[Block, ...]] = field(default_factory=dict)
     shares: bool = field(init=False)  # other ranks have tokens of the same sequence
 
     def __post_init__(self) -> None:
@@ -386,14 +386,13 @@ class AttentionContext:
         if chunk != self.chunk:
             self.chunk, self.blocks = chunk, {}
         most = most_of(spec, program.run)
-        key = spec.window, most, ring
+        key = spec.window, spec.chunked, most, ring
         if key not in self.blocks:
-            start, stop = self.queries(chunk)
-            block, held = program.schedule.kv_block, self._held(ring)
-            runs = self.runs(chunk)
-            blocks = plan_held_blocks(start, stop, block, spec.window, runs, held)
+            queries, runs, held = self.queries(chunk), self.runs(chunk), self._held(ring)
+            block, batch = program.schedule.kv_block, program.run.batch
+            blocks = layer_blocks(spec, queries, block, batch, runs, held)
             if self.far is not None:
-                blocks = self.far.near(spec, blocks, start)
+                blocks = self.far.near(spec, blocks, queries[0])
             self.blocks[key] = tuple(piece for block in blocks for piece in cut_wide(block, most))
         return self.blocks[key]
 

@@ -59,7 +59,8 @@ def reference_logits(
     fp32, or in fp64 for a float64 model. Attention is dense softmax in the model's dtype: Hugging
     Face's eager attention computes its softmax in float32 and cannot tell 1e-8 from 1e-16. Needs
     memory for N x N scores of N tokens. For a sparse schedule, give its attention function as
-    `attend`. A model with recurrent layers, which ignore documents, runs one document at a time."""
+    `attend`. A model whose layers ignore documents, such as recurrent ones, runs one document at a
+    time."""
     stages = CausalLMStages(model)
     batch = make_inputs(input_ids, input_ids.long(), document_ids, stages.vocab)
     documents, calls = document_ids, 0
@@ -77,7 +78,7 @@ def reference_logits(
 
     with routed(stages.model), answering(attention):
         logits = logits_of(input_ids, batch.position_ids)
-        if batch.documents is not None and calls < len(stages.layers):
+        if batch.documents is not None and (calls < len(stages.layers) or any(stages.scales)):
             documents = None
             logits = _one_by_one(batch, batch.documents, logits_of)
     return logits.to(accumulate_dtype(logits.dtype))

@@ -7,8 +7,10 @@ call. A name without a mask function gets `attention_mask=None`, so nothing of s
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -61,8 +63,61 @@ def _attention(
     if attention_mask is not None:
         raise RuntimeError("the model built its own attention mask, which farspan cannot use")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    keywords |= _chunked(module)
+    if (positions := _first_positions.get()) is not None:
+        _first_positions.set(None)
+        query = positions.scaled(query)
     out = active(module, query, key, value, scale, **keywords)
     return out.contiguous(), None  # like transformers' own: AFMoE and JetMoE call view on it
+
+
+def _chunked(module: nn.Module) -> dict[str, Any]:
+    """Return the keywords of chunked attention for a layer that has it. transformers writes it into
+    the mask alone, and names its layers and their length in the configuration."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or index is None or kinds[index] != "chunked_attention":
+        return {}
+    return {"sliding_window": config.attention_chunk_size, "chunked": True}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPositions:
+    """Stand-in for the cache of a layer that scales its queries by their positions (Llama 4).
+
+    The layer takes its first token's position from the length of its cache. A chunk begins later,
+    and packed documents begin anew. So each token is told the position -1, whose scale is exactly
+    1, and the attention call scales by the positions given here.
+    """
+
+    positions: Tensor  # of the chunk's tokens in their documents, [1 or B, C]
+    tokens: float  # of which each scales alike (`floor_scale`)
+    strength: float  # `attn_scale`
+
+    def get_seq_length(self, _: int = 0) -> Tensor:
+        return -1 - torch.arange(self.positions.shape[1], device=self.positions.device)
+
+    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the chunk's keys and values; the attention call that follows scales its queries."""
+        _first_positions.set(self)
+        return k, v
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Return queries [B, H, C, D], scaled by their positions."""
+        floors = torch.floor((self.positions.to(q.device).float() + 1.0) / self.tokens)
+        scales = torch.log1p(floors) * self.strength + 1.0
+        return (q * scales[:, None, :, None]).to(q.dtype)
+
+
+_first_positions: ContextVar[FirstPositions | None] = ContextVar("farspan_positions", default=None)
+
+
+def position_scale(layer: nn.Module) -> tuple[float, float] | None:
+    """Return how a layer scales its queries by their positions, (tokens, strength), or None."""
+    for module in layer.modules():
+        if getattr(module, "attn_temperature_tuning", None) and not module.use_rope:
+            return float(module.floor_scale), float(module.attn_scale)
+    return None
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
@@ -83,6 +138,8 @@ def attended(
     """Return the result [B, C, H, Dv] of a model's attention call, computed by `attend`, such as
     `attention.backends.reference`. `keywords` are the call's own, such as sliding_window."""
     window, softcap, sinks = map(keywords.get, ("sliding_window", "softcap", "s_aux"))
+    if keywords.get("chunked"):
+        further = {**further, "chunked": True}
     out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
     return out.transpose(1, 2)
 

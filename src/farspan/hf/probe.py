@@ -27,7 +27,13 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from farspan.attention.backends import reference
-from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
+from farspan.hf.attention_interface import (
+    answering,
+    attended,
+    eager_experts,
+    routed,
+    watching_masks,
+)
 from farspan.hf.quantized import copied
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
 from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
@@ -37,7 +43,7 @@ from farspan.spec import LayerSpec, UnsupportedError
 KNOWN = {
     "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
     "output_attentions", "output_router_logits", "output_hidden_states", "cache_position",
-    "past_key_values", "logits_to_keep",
+    "past_key_values", "logits_to_keep", "chunked",
 }  # fmt: skip
 
 
@@ -326,8 +332,14 @@ def _refuse_other_calls(stages: CausalLMStages, calls: int, seen: list[LayerSpec
 
 
 def _attends_elsewhere(stages: CausalLMStages, calls: int, attending: int) -> str:
+    name = type(stages.model).__name__
+    if not calls:
+        return (
+            f"model: {name} computes attention, or a recurrence, in code of its own; expected "
+            "layers that call transformers' attention interface, or pass on a state in their cache"
+        )
     return (
-        f"model: {type(stages.model).__name__} called the attention interface {calls} times for "
+        f"model: {name} called the attention interface {calls} times for "
         f"{len(stages.layers)} layers, {attending} of which attend; every layer must attend "
         "through it exactly once, or hand its state on through the cache"
     )
@@ -584,9 +596,9 @@ class ProbeAttention:
         window = keywords.get("sliding_window")
         sinks = keywords.get("s_aux")
         softcap = keywords.get("softcap")
-        self.seen[layer] = LayerSpec(
-            q.shape[1], k.shape[1], q.shape[3], v.shape[3], window, sinks is not None, softcap
-        )
+        sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+        chunked = bool(keywords.get("chunked"))
+        self.seen[layer] = LayerSpec(*sizes, window, chunked, sinks is not None, softcap)
         if layer in self.past:
             before = self.past[layer]
             k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
@@ -594,8 +606,8 @@ class ProbeAttention:
         earlier = k.shape[2] - q.shape[2]
         # The reference takes whole sequences: rows before the chunk are computed and dropped.
         q = nn.functional.pad(q, (0, 0, earlier, 0))
-        out = reference(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out[:, :, earlier:].transpose(1, 2)
+        out = attended(reference, q, k, v, scale, keywords)
+        return out[:, earlier:]
 
 
 def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:

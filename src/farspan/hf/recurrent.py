@@ -93,8 +93,8 @@ class RecurrentStates:
 
     def update(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
-            "model: one of its layers caches K and V but does not attend through the attention "
-            "interface"
+            "model: one of its layers caches K and V, but computes attention in code of its own; "
+            "expected layers that call transformers' attention interface"
         )
 
     def __getattr__(self, name: str) -> Any:

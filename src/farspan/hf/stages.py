@@ -21,9 +21,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from farspan.hf.attention_interface import FirstPositions, position_scale
 from farspan.hf.edits import layer_signature
 from farspan.hf.swap import Module, StandIn, shell_of
-from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled
+from farspan.hf.unsupported import (
+    chooses_by_length,
+    refuse_adapters,
+    refuse_cross_attention,
+    settled,
+)
 from farspan.spec import UnsupportedError
 
 Found = TypeVar("Found")
@@ -182,8 +188,9 @@ class CausalLMStages:
         self._in_tuples = False  # whether layers return their hidden state in a tuple
         self._caches: list[frozenset[str]] | None = None  # of each layer; None: not found yet
         self.decoder, self._layers_name = _decoder_of(inner)
-        self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
+        self.layers = cast(nn.ModuleList, self.decoder.get_submodule(self._layers_name))
         self._path = _path_to(inner, self.decoder)
+        self.scales = [position_scale(layer) for layer in self.layers]
         self._by_length = chooses_by_length(inner.config)
         self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
         self.running = list(self.layers)  # the layers, or their shells
@@ -194,8 +201,10 @@ class CausalLMStages:
         `shell` returns a copy of a module that shares its weights and may have another forward."""
         self.running = [shell(layer) for layer in self.layers]
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
-        inside = {*path, self.decoder, self.layers}
-        beside = [child for module in (*path, self.decoder) for child in module.children()]
+        holders = self._holders()
+        inside = {*path, self.decoder, self.layers, *holders.values()}
+        around = *path, self.decoder, *holders.values()
+        beside = [child for module in around for child in module.children()]
         self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def settle(self, longest: int) -> None:
@@ -268,8 +277,11 @@ class CausalLMStages:
         assert record.hidden is not None
         if self._caches is None:
             self._caches = self._given_caches(record.calls)
-        for call, names in zip(record.calls, self._caches, strict=True):
+        for index, (call, names) in enumerate(zip(record.calls, self._caches, strict=True)):
             call.caches = names
+            if (scale := self.scales[index]) is not None:
+                first = FirstPositions(inputs["position_ids"], *scale)
+                call.keywords |= dict.fromkeys(names, first)
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
@@ -293,7 +305,7 @@ class CausalLMStages:
         recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
         shell = shell_of(
             self.decoder,
-            {self._layers_name: nn.ModuleList(recorders), **self._settled},
+            {**self._with_layers(nn.ModuleList(recorders), shell_of), **self._settled},
             # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
             attributes={"warn_if_padding_and_no_attention_mask": lambda *_: None},
         )
@@ -366,7 +378,7 @@ class CausalLMStages:
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
         given = (hidden, None) if in_tuples else hidden
         layers = nn.ModuleList([_Inject(self.layers[0], given)])
-        decoder = self._shell(self.decoder, {self._layers_name: layers})
+        decoder = self._shell(self.decoder, self._with_layers(layers, self._shell))
         root = self._around(decoder, self._shell) if head else decoder
         blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         width = self._embedding.shape[-1]
@@ -402,6 +414,24 @@ class CausalLMStages:
             inner = shell(holder, {self._path[depth]: inner})
         return cast(PreTrainedModel, inner)
 
+    def _holders(self) -> dict[str, nn.Module]:
+        """Return the modules between the decoder and its list of layers by path, such as BERT's
+        `encoder`."""
+        parts = self._layers_name.split(".")
+        paths = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+        return {path: self.decoder.get_submodule(path) for path in paths}
+
+    def _with_layers(
+        self, layers: nn.ModuleList, shell: Callable[[Any, dict[str, nn.Module]], nn.Module]
+    ) -> dict[str, nn.Module]:
+        """Return the child of the decoder, by name, that holds its layers, with `layers` in their
+        place; `shell` copies the modules between."""
+        inner: nn.Module = layers
+        name = self._layers_name.rpartition(".")[2]
+        for path, holder in reversed(self._holders().items()):
+            inner, name = shell(holder, {name: inner}), path.rpartition(".")[2]
+        return {name: inner}
+
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
         """Return a copy of a module around the layers with children replaced: those in `inside` by
         name, the others by the copies of `run_in`."""
@@ -430,12 +460,15 @@ def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
             f"model: {name} attends to later tokens (is_decoder is false in its configuration); "
             "only a causal model can be processed in chunks"
         )
-    for path, module in model.named_modules():
-        if not found and _lists(module, model.config):
-            raise UnsupportedError(
-                f"model: {name} runs its layers in {path} (a {type(module).__name__}), a module "
-                "within its decoder; expected a decoder that calls its layers itself"
-            )
+    nested = [
+        (stack, f"{path}.{inner}")
+        for stack in inside[-1:]
+        for path, module in stack.named_modules()
+        for inner in _lists(module, stack.config)
+    ]
+    if not found and len(nested) == 1:
+        return nested[0]
+    refuse_cross_attention(model)
     raise UnsupportedError(
         f"model: {name} has {len(found)} lists of num_hidden_layers modules; expected one, of "
         "decoder layers that are called in turn"

@@ -86,14 +86,26 @@ def refuse_model(model: PreTrainedModel) -> None:
     _refuse_attention(config)
 
 
+def refuse_cross_attention(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError if text passes through attention to an encoder's output."""
+    for path, _ in text_modules(model):
+        if path.rpartition(".")[2] in CROSS_ATTENTION:
+            raise UnsupportedError(
+                f"model: {type(model).__name__} is the decoder of an encoder-decoder model ({path} "
+                "attends to an encoder); expected a decoder-only causal LM"
+            )
+
+
 def _refuse_modules(model: PreTrainedModel) -> None:
-    name = type(model).__name__
+    refuse_cross_attention(model)
+    name, words = type(model).__name__, model.get_input_embeddings()
     for path, module in text_modules(model):
         last = path.rpartition(".")[2]
-        if last in CROSS_ATTENTION:
+        padding = getattr(module, "padding_idx", None)
+        if last == "position_embeddings" and padding is not None and module is not words:
             raise UnsupportedError(
-                f"model: {name} is the decoder of an encoder-decoder model ({path} attends to an "
-                "encoder); expected a decoder-only causal LM"
+                f"model: {name} numbers positions from {padding + 1} on, after its padding token's "
+                "id, and leaves out padding; expected positions that begin with 0"
             )
         if last == "indexer" and list(module.parameters()):
             raise UnsupportedError(

@@ -22,7 +22,7 @@ from typing import Any
 from farspan.planner.collectives import Collectives, fsdp_ranks
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
-from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
+from farspan.program.attention_blocks import chosen_pages, layer_pairs, sparse_of
 from farspan.program.dependencies import TiledCells
 from farspan.program.layout import Range
 from farspan.program.program import (
@@ -358,11 +358,13 @@ class Prices:
         spec, layout = self.question.model.layers[layer], self.question.layout
         ranks = layout.sequence()
         start, stop = self.program.chunks[chunk]
-        diagonal = seen_pairs(stop - start, spec.window)
-        earlier = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window) - diagonal
+        diagonal = layer_pairs(stop - start, spec)
+        earlier = layer_pairs(stop, spec) - layer_pairs(start, spec) - diagonal
         # Blocks count the keys that a rank holds.
         block = self.program.schedule.kv_block * layout.shards * layout.ring
-        prefix = start if spec.window is None else min(start, spec.window)
+        prefix = start
+        if spec.window is not None:
+            prefix = start % spec.window if spec.chunked else min(start, spec.window)
         sparse = sparse_of(self.program.schedule, spec)
         seconds = 0.0
         if sparse is not None:

@@ -7,7 +7,7 @@ through the program and takes the bytes of each cell from the model's profile.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from math import ceil
+from math import ceil, lcm
 from typing import Any
 
 from farspan.planner.request import Question
@@ -98,7 +98,6 @@ class Walk:
         that of a weight. With `accumulates`, gradients of earlier batches exist from the start."""
         model, schedule = program.model, program.schedule
         self.program, self.profile = program, profile
-        self.windows = [layer.window for layer in model.layers]
         self.wide = model.accumulate_bytes()
         self.final = gradient_bytes or model.element_bytes
         self.sharing = sharing
@@ -321,7 +320,7 @@ class Walk:
             kind = CellKind(
                 self.classes[i.layer],
                 stop - start,
-                self._start(start, self.windows[i.layer]) if reads else 0,
+                self._start(start, self.program.model.layers[i.layer]) if reads else 0,
                 *run,
             )
             self.kinds[key] = self.cells.get(kind)
@@ -337,15 +336,18 @@ class Walk:
         value = not i.graph or (i.layer, i.chunk) not in self.unread
         return True, value, fresh
 
-    def _start(self, start: int, window: int | None) -> int:
+    def _start(self, start: int, layer: LayerSpec) -> int:
         """Return an earlier start of a chunk that sees blocks of the same sizes, so both share a
         result. It sees fewer full blocks, which run one after the other: the peak is the same."""
         schedule = self.program.schedule
-        size, chunks = schedule.kv_block, len(self.program.chunks)
+        size, chunks, window = schedule.kv_block, len(self.program.chunks), layer.window
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
         start = -(-start // step) * step
         if schedule.sparse is not None and window is None:
             return start  # the number of pages to choose from depends on it
+        if layer.chunked and window is not None:
+            alike = lcm(size, window)
+            return start - max(0, start // alike - 1) * alike
         first = 0 if window is None else start - min(start, window + size)
         return start - max(0, first // size if window is not None else start // size - 2) * size
 

@@ -28,10 +28,10 @@ from farspan.profile.far_sizes import far_bytes, fullest_choice_bytes, lesson_by
 from farspan.program.attention_blocks import (
     Block,
     cut_wide,
+    layer_blocks,
     most_tokens,
     near_blocks,
     overlapping,
-    plan_blocks,
 )
 from farspan.program.far_sizes import Far, far_of, most_units_of
 from farspan.spec import LayerSpec, Sparse
@@ -108,7 +108,7 @@ def sparse_call(
 def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block: int) -> Call:
     """Return the dense attention call of tokens [start, stop) in `batch` sequences."""
     row = batch * attention.query_heads * max(attention.head_dim, attention.value_dim)
-    blocks = plan_blocks(start, stop, kv_block, attention.window)
+    blocks = layer_blocks(attention, (start, stop), kv_block, batch)
     narrow = tuple(piece for block in blocks for piece in cut_wide(block, most_tokens(row)))
     return Call(kernel_of(attention), narrow, start)
 

@@ -220,6 +220,9 @@ def _measuring() -> str:
 # -- as plain values ----------------------------------------------------------------------------
 
 
+_NEWER = ("chunked",)  # fields of a layer that older profiles do not have
+
+
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
     """Convert profiles of a model at several ranks of adapters to plain values. Lines (linear
     functions) that never give the peak are left out."""
@@ -234,6 +237,9 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
     value["spec"]["layers"] = [value["spec"]["layers"][layer] for layer in layers]
     for layer in value["spec"]["layers"]:  # packed weights follow from plain ones
         del layer["work"]["packed"]
+        for name in _NEWER:
+            if not layer[name]:
+                del layer[name]
     del value["variant"]["nf4"]
     if not profile.spec.routers:  # older profiles do not have it
         del value["spec"]["routers"]

@@ -125,6 +125,15 @@ def document_runs(starts: Sequence[int], q_start: int, q_stop: int) -> tuple[Run
     )
 
 
+def _cut_runs(runs: Sequence[Run], window: int) -> tuple[Run, ...]:
+    """Cut runs where their documents have a multiple of `window` tokens."""
+    return tuple(
+        Run(max(start, run.start), min(start + window, run.stop), start)
+        for run in runs
+        for start in range(run.start - (run.start - run.document_start) % window, run.stop, window)
+    )
+
+
 def plan_blocks(
     q_start: int,
     q_stop: int,
@@ -414,6 +423,23 @@ def plan_held_blocks(
     return held_blocks(whole, held, kv_block)
 
 
+def layer_blocks(
+    layer: LayerSpec,
+    q: Range,
+    kv_block: int,
+    batch: int,
+    document_starts: Sequence[tuple[Run, ...]] | None = None,
+    held: Held | None = None,
+) -> tuple[Block, ...]:
+    """Return the blocks of a layer's attention for queries [q[0], q[1]) of `batch` rows; see
+    `plan_held_blocks` for the other arguments."""
+    window, runs = layer.window, document_starts
+    if layer.chunked and window is not None:
+        rows = runs if runs is not None else [(Run(*q, 0),)] * batch
+        window, runs = None, [_cut_runs(row, window) for row in rows]
+    return plan_held_blocks(*q, kv_block, window, runs, held)
+
+
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
     """Cut blocks of all keys (from `plan_blocks`) to the keys that one rank holds, numbered as
     `Block` describes."""
@@ -494,10 +520,26 @@ def _on_grid(start: int, stop: int, kv_block: int) -> Iterator[Range]:
         start = end
 
 
-def seen_pairs(stop: int, window: int | None) -> int:
-    """Number of query-key pairs of the queries [0, stop); query i sees min(i + 1, window) keys."""
+def seen_pairs(stop: int, window: int | None, *, chunked: bool = False) -> int:
+    """Number of query-key pairs of the queries [0, stop): query i sees min(i + 1, window) keys, or
+    i % window + 1 if attention is chunked."""
+    if chunked and window is not None:
+        whole, rest = divmod(stop, window)
+        return whole * (window * (window + 1) // 2) + rest * (rest + 1) // 2
     ramp = stop if window is None else min(stop, window)
     return ramp * (ramp + 1) // 2 + (stop - ramp) * (window or 0)
+
+
+def layer_pairs(stop: int, layer: LayerSpec) -> int:
+    """Return the number of query-key pairs of a layer's queries [0, stop), with dense attention."""
+    return seen_pairs(stop, layer.window, chunked=layer.chunked)
+
+
+def first_key(start: int, layer: LayerSpec) -> int:
+    """Return the first token that the query at `start` sees, with dense attention."""
+    if layer.window is None:
+        return 0
+    return start - start % layer.window if layer.chunked else max(0, start - layer.window + 1)
 
 
 def sparse_of(schedule: Schedule, layer: LayerSpec) -> Sparse | None:
@@ -510,7 +552,7 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
     start, stop = program.chunks[chunk]
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
-        return seen_pairs(stop, layer.window) - seen_pairs(start, layer.window)
+        return layer_pairs(stop, layer) - layer_pairs(start, layer)
     return seen_pairs(stop - start, None) + (stop - start) * sparse.reach(start)
 
 
@@ -525,7 +567,7 @@ def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
     if sparse is None:
         if layer.window is None:
             return program.share.keys.rows[chunk][0]
-        first = max(0, start - layer.window + 1)
+        first = first_key(start, layer)
         held = program.share.keys.ranges[:chunk]
         return sum(_within(span, (first, start)) for span in held if span[1] > first)
     return sparse.near(start) + chosen_pages(sparse, start, stop) * sparse.page
@@ -539,7 +581,7 @@ def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
     """Return the number of query-key pairs in the attention of a whole sequence, per head."""
     sparse = sparse_of(schedule, layer)
     if sparse is None:
-        return seen_pairs(tokens, layer.window)
+        return layer_pairs(tokens, layer)
     return sum(
         seen_pairs(stop - start, None) + (stop - start) * sparse.reach(start)
         for start, stop in chunk_ranges(tokens, schedule.chunk)

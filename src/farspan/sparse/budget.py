@@ -20,7 +20,7 @@ from farspan.hf.attention_interface import answering, routed
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import refuse_context
-from farspan.program.attention_blocks import plan_blocks
+from farspan.program.attention_blocks import layer_blocks
 from farspan.sparse.attend import sampled
 from farspan.sparse.index import Index
 from farspan.sparse.pages import RandomPages, mean_keys, vote
@@ -152,7 +152,7 @@ class _Reader:
         if spec.window is None:
             for name, mass in self.masses(layer, q, k, scale, spec.softcap, sinks).items():
                 self.kept[name].append(mass)
-        blocks = plan_blocks(0, tokens, tokens, spec.window)
+        blocks = layer_blocks(spec, (0, tokens), tokens, q.shape[0])
         call = AttentionCall(scale, spec.softcap, blocks, 0, self.kernels.of(spec))
         # A chunk that begins the sequence asks for no earlier keys.
         out, _lse = attend(call, q, k, v, cast(KeyValues, None), sinks)

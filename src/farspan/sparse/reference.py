@@ -53,6 +53,7 @@ class SparseReference:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         document_ids: Tensor | None = None,
+        chunked: bool = False,
         scale: float,
     ) -> Tensor:
         if window is not None:
@@ -65,6 +66,7 @@ class SparseReference:
                 softcap=softcap,
                 sinks=sinks,
                 document_ids=document_ids,
+                chunked=chunked,
             )
         if document_ids is None:
             document_ids = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
