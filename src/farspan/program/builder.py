@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farspan.program import buffer_names as names
-from farspan.program.attention_blocks import layer_pairs, refuse_wide_calls
+from farspan.program.attention_blocks import refuse_wide_calls, seen_pairs
 from farspan.program.far_sizes import far_of, slot_bytes
 from farspan.program.layout import (
     ONLY,
@@ -25,7 +25,7 @@ from farspan.program.passes import GroupPasses
 from farspan.program.program import Close, Program, Reduce
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.program.work import linear_products
-from farspan.spec import Cut, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier
 
 
 def build_program(
@@ -173,24 +173,22 @@ class Costs:
     """Multiplications that tokens cost in one forward of all decoder layers, with batch 1."""
 
     linear: int  # per token
-    layers: tuple[tuple[LayerSpec, int], ...]  # one of each window: multiplications per pair
+    widths: tuple[tuple[int | None, int], ...]  # window: multiplications per query and key
 
     def before(self, token: int) -> int:
         """Return the number of multiplications for the tokens [0, token) of a sequence."""
-        attention = sum(width * layer_pairs(token, layer) for layer, width in self.layers)
+        attention = sum(width * seen_pairs(token, window) for window, width in self.widths)
         return self.linear * token + attention
 
 
 def costs_of(model: ModelSpec) -> Costs:
     """Return the multiplications of all decoder layers, without the head, which only one pipeline
     stage has."""
-    widths: dict[tuple[int | None, bool], tuple[LayerSpec, int]] = {}
-    for layer in model.layers:
+    widths: dict[int | None, int] = {}
+    for layer in model.layers:  # chunked attention costs at most what its window would
         width = layer.query_heads * (layer.head_dim + layer.value_dim)
-        first, sum_of = widths.get((layer.window, layer.chunked), (layer, 0))
-        widths[layer.window, layer.chunked] = first, sum_of + width
-    linear = sum(linear_products(model, layer) for layer in model.layers)
-    return Costs(linear, (*widths.values(),))
+        widths[layer.window] = widths.get(layer.window, 0) + width
+    return Costs(sum(linear_products(model, layer) for layer in model.layers), (*widths.items(),))
 
 
 def is_balanced(schedule: Schedule, layout: Layout) -> bool:

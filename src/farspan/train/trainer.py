@@ -505,13 +505,26 @@ def train(
 ) -> TrainingResult:
     """Train until the last step or the first signal, from the latest checkpoint if one exists.
 
-    `run` is the path of a run file or a RunConfig; `callbacks` are called between steps and may end
-    the run; `reporter` prints progress, and `notes` before it; `trace` is a path for a JSON trace
-    of a step's instructions. Raises UnsupportedError for a run that cannot be done as configured,
-    NoScheduleFits (a subclass) if memory runs out with every schedule, WriteFailed on a full disk,
-    Diverged for a loss or gradient that is not finite, RankFailed if another rank failed, and
-    exceptions of callbacks; the last good checkpoint stays. Processes started by torchrun all call
-    it and get the same result.
+    Processes started by torchrun all call it and get the same result. After an error the last good
+    checkpoint stays.
+
+    Args:
+        run: Run file's path, or a RunConfig.
+        callbacks: Called between steps; they may end the run.
+        components: Parts of the run to replace, such as its optimizer.
+        reporter: Prints progress; by default a terminal reporter.
+        notes: Texts that the reporter prints first.
+        trace: Path for a JSON trace of a step's instructions.
+
+    Returns:
+        The last step and its losses, the folder, and the signal that ended the run, if any.
+
+    Raises:
+        UnsupportedError: The run cannot be done as configured.
+        NoScheduleFits: Memory runs out with every schedule.
+        WriteFailed: The disk is full.
+        Diverged: A loss or gradient is not finite.
+        RankFailed: Another rank failed.
     """
     run = run if isinstance(run, RunConfig) else load_run(Path(run))
     launch = launch_env()
@@ -530,30 +543,44 @@ def train(
             observer = Observer(told, interrupt, trace)
             for text in (*notes, *_what_changed(run, world, folder)):
                 observer.note(text)
-            result, parts = _unfinished(run, world), components or Components()
-            try:
-                loop = _make_loop(run, parts, world, folder, observer, callbacks)
-            except Interrupted as stop:
-                return replace(result, signum=stop.signum)
-            entered.enter_context(loop)
-            try:
-                loop.fit()
-            except Interrupted as stop:
-                loop.save()
-                return loop.told(_result(folder, result, loop, signum=stop.signum))
-            except NoScheduleFits as error:
-                if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
-                    raise
-                loop.save()
-                raise NoScheduleFits(
-                    f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
-                    "command resumes from there, also with another schedule"
-                ) from error
-            comparison = loop.compare()
-            loop.export()
-            result = loop.told(_result(folder, result, loop, comparison=comparison))
+            parts = components or Components()
+            result = _fitted(run, parts, world, folder, observer, callbacks, entered)
         # The folder is unlocked, and signals act as before.
         return pushed(result, run.hub, world)
+
+
+def _fitted(
+    run: RunConfig,
+    parts: Components,
+    world: DistributedContext,
+    folder: RunFolder,
+    observer: Observer,
+    callbacks: Sequence[Callback],
+    entered: ExitStack,
+) -> TrainingResult:
+    """Train, compare and export; save first if a signal or a lack of memory ends the run."""
+    result = _unfinished(run, world)
+    try:
+        loop = _make_loop(run, parts, world, folder, observer, callbacks)
+    except Interrupted as stop:
+        return replace(result, signum=stop.signum)
+    entered.enter_context(loop)
+    try:
+        loop.fit()
+    except Interrupted as stop:
+        loop.save()
+        return loop.told(_result(folder, result, loop, signum=stop.signum))
+    except NoScheduleFits as error:
+        if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
+            raise
+        loop.save()
+        raise NoScheduleFits(
+            f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
+            "command resumes from there, also with another schedule"
+        ) from error
+    comparison = loop.compare()
+    loop.export()
+    return loop.told(_result(folder, result, loop, comparison=comparison))
 
 
 def _reporter_of(
