@@ -181,7 +181,7 @@ def test_what_does_not_run_here_is_on_a_page_and_has_a_test() -> None:
 
 
 def test_commands_of_recipes_are_run_by_their_tests() -> None:
-    """By name of the folder, in tests/train/test_examples.py, next to it, or in tests/posttrain."""
+    """By name of the folder, in tests/train/test_recipes.py or in tests/posttrain."""
     pages = (ROOT / "tests").glob("*train/test_*.py")
     tests = "".join(page.read_text("utf-8") for page in pages)
     for command in OF_EXAMPLES:

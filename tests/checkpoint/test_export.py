@@ -53,6 +53,8 @@ def test_a_model_whose_checkpoints_are_gone_is_not_the_result(tmp_path: Path) ->
     fit(tiny_run(tmp_path, folder=str(tmp_path / "whole")))
     other = tiny_run(tmp_path, seed=1)
     fit(other)
+    files = [tmp_path / name / "model/model.safetensors" for name in ("whole", "run")]
+    assert digest(files[0]) != digest(files[1])  # a seed decides
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     quiet = Quiet()
     fit(replace(other, seed=0), reporter=quiet)

@@ -22,7 +22,6 @@ from farspan.checkpoint.format import (
 )
 from farspan.distributed.fsdp import (
     ShardPlacement,
-    ShardRegion,
     Stage,
     local,
     placement_along,
@@ -170,17 +169,6 @@ def test_boxes_of_fused_projections_and_columns_come_together(tmp_path: Path) ->
     found = {name: torch.zeros(12, 5, dtype=torch.float64) for name in ("fused", "columns", "same")}
     load_entries(tmp_path / "a", {name: (t, whole_placement(t.shape)) for name, t in found.items()})
     assert all(torch.equal(t, numbers((12, 5))) for t in found.values())
-
-
-def test_rows_of_a_part_keep_their_place() -> None:
-    place = placement_along((12, 5), 0, [(3, 6), (9, 12)])
-    assert place.rows(2, 5).boxes == (
-        ShardRegion((0, 0), (5, 0), (1, 5)),
-        ShardRegion((1, 0), (9, 0), (2, 5)),
-    )
-    assert place.rows(6, 6).boxes == ()
-    assert whole_placement((0, 3)).boxes == placement_along((4, 3), 1, [(2, 2)]).boxes == ()
-    assert whole_placement(()).boxes == (ShardRegion((), (), ()),)
 
 
 # -- faults -------------------------------------------------------------------------------------

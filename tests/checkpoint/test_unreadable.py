@@ -203,14 +203,3 @@ def test_checkpoints_that_may_not_be_listed_are_not_taken_for_none(public: Path)
         pytest.raises(UnsupportedError, match="checkpoints: cannot be read: Permission denied"),
     ):
         resume(public / "checkpoints")
-
-
-def test_a_file_that_the_disk_does_not_give_back_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 4)
-    path = save(tmp_path, 5) / RANK_0
-    with unreadable(monkeypatch, path):
-        step, _, (warning,) = resume(tmp_path)
-    assert step == 4
-    assert warning.startswith(f"{path}: cannot be read: Input/output error; resuming from ")

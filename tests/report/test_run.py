@@ -30,8 +30,8 @@ from tests.grids import crossed
 from tests.report.browser import SCHEMES, WIDTHS, Browser
 from tests.report.test_page import data_of
 from tests.report.test_timeline import planned
-from tests.train.test_engine import SCHEDULE, metrics
-from tests.train.tiny import Quiet, fit, tiny_run
+from tests.train.test_engine import SCHEDULE
+from tests.train.tiny import Quiet, fit, metrics, tiny_run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 
 import farspan_memory
 from farspan.spec import UnsupportedError
-from farspan.train.config import DeviceAllocator, load_run
+from farspan.train.config import DeviceAllocator
 from farspan.train.memory import DeviceMemory, choose_allocator
 from farspan.train.trainer import train
 from farspan_memory.allocator import Installed
@@ -40,15 +40,6 @@ class Native:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
     return Native(monkeypatch)
-
-
-def test_a_run_file_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {path: m}\ndata: {source: stdlib}\nallocator: replay\n")
-    assert load_run(path).allocator is REPLAY
-    path.write_text("model: {path: m}\ndata: {source: stdlib}\nallocator: magic\n")
-    with pytest.raises(UnsupportedError, match=r"allocator: .*default.*stitch.*replay"):
-        load_run(path)
 
 
 def test_by_default_pytorch_keeps_its_own(native: Native) -> None:

@@ -38,7 +38,6 @@ from farspan.train.planning import (
     FreeMemory,
     SchedulePolicy,
     choice_json,
-    describe_schedule,
     free_now,
     question_of,
 )
@@ -351,21 +350,6 @@ def test_a_named_strategy_says_when_it_has_nothing_left(tmp_path: Path) -> None:
         match=r"schedule: the run's own: chunk 1; .* cannot be made smaller; shorten",
     ):
         made.again(made.first(), SHORT[Tier.DEVICE])
-
-
-def test_a_schedule_on_one_line() -> None:
-    schedule = Schedule(
-        chunk=4096,
-        groups=(3, 1),
-        kv_kept=True,
-        activation_save_fraction=0.25,
-        layer_checkpoint=True,
-    )
-    assert describe_schedule(Choice("mine", schedule)) == (
-        "mine: chunk 4,096; groups of 3 + 1 layers; "
-        "boundary inputs on host; K, V on device, kept on host; "
-        "attention not kept; activations 25% on host; backward layer by layer"
-    )
 
 
 def test_frozen_weights_are_not_planned_as_trained() -> None:

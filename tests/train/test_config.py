@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farspan.cli.train import default_run, with_strategy
-from farspan.spec import AttentionKernel, Kernels, Schedule, Sparse, Tier, UnsupportedError
+from farspan.cli.train import default_run
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
@@ -15,7 +15,7 @@ from farspan.train.config import (
     SparseConfig,
     load_run,
 )
-from farspan.train.yaml_config import as_yaml, build, to_mapping
+from farspan.train.yaml_config import build, to_mapping
 
 RUN = """
 model: {path: some/model, overrides: {attention_dropout: 0.0}, dtype: bfloat16}
@@ -30,15 +30,6 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     return path
-
-
-def test_kernels_are_named_in_a_run_file(tmp_path: Path) -> None:
-    run = load_run(write(tmp_path, RUN + "kernels: {attention: fa3, compile: true}"))
-    assert run.kernels == Kernels(AttentionKernel.FA3, compile=True)
-    with pytest.raises(
-        UnsupportedError, match=r"kernels\.attention: expected one of auto, cudnn, flash"
-    ):
-        load_run(write(tmp_path, RUN + "kernels: {attention: triton}"))
 
 
 def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
@@ -56,7 +47,6 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         ("steps: 3", r"mine\.yaml: model and data: missing; must be given"),
         ("# nothing yet\n", r"mine\.yaml: is empty; a run file names at least `model` and `da"),
         (RUN + "steps: 100000000", r"steps: expected at most 99,999,999, got 100,000,000"),
-        (RUN + "stepz: 3", r"mine\.yaml: stepz: no such key \(did you mean steps\?\)"),
         (
             RUN.replace("fpdt", "gruped"),
             r"schedule\.strategy: 'gruped' .*mean grouped\?.*auto",
@@ -65,12 +55,9 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         (RUN.replace("some/model", "null"), r"model\.path: give either path .* got neither"),
         (RUN.replace("path: some/model", "config: {a: 1}"), r"model\.config: model_type is miss"),
         (RUN.replace("1e-5", "0"), r"optimizer\.lr: expected a number above 0, got 0\.0"),
-        (RUN.replace("1e-5", ".nan"), r"optimizer\.lr: expected a number above 0, got nan"),
         (RUN.replace("32768", "0"), r"schedule\.chunk: expected a whole number of tokens >= 1"),
-        (RUN.replace("kv: host", "kv: disk"), r"schedule\.kv: expected one of device, host"),
         (RUN.replace("bfloat16", "float16"), r"model\.dtype: expected one of .*bfloat16\?"),
         (RUN.replace("0.01", "1.5"), r"data\.held_out: expected a fraction from 0 up to 1"),
-        (RUN + "steps: 5\noptimizer: {warmup: 5}", r"optimizer: given twice"),
         (
             RUN.replace("1e-5", "1e-5, decay_steps: 9"),
             r"optimizer\.decay_steps: only decay wsd uses it, got decay cosine; set decay",
@@ -79,14 +66,8 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
             RUN.replace("1e-5", "1e-5, decay: wsd, warmup: 20, decay_steps: 990"),
             r"optimizer\.decay_steps: 990 and a warmup of 20 exceed steps \(1000\)",
         ),
-        (RUN + "sparse: {pages: 4}", r"sparse\.pages: no such key \(did you mean page\?\)"),
         (RUN + "sparse: {page: 0}", r"sparse\.page: expected a whole number of tokens >= 1, got 0"),
         (RUN + "sparse: {page: 96}", r"sparse\.budget: expected a multiple of page \(96 tokens\)"),
-        (RUN + "sparse: {recent: 1.5}", r"sparse\.recent: expected a whole number, got float 1\.5"),
-        (
-            RUN + "sparse: 3",
-            r"mine\.yaml: sparse: expected keys and values \(page, .*or null, got int",
-        ),
         (
             RUN + "sparse: {sparsity: 0}",
             r"sparse\.sparsity: expected a fraction above 0 and below 1",
@@ -100,10 +81,6 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
             RUN + "sparse: {page: 96, budget: 960}",
             r"schedule\.chunk: expected a multiple of page \(96 tokens\) with sparse attention, "
             r"got 32768; make it 32832, or choose a page that divides it \(sparse\.page\)",
-        ),
-        (
-            RUN.replace("clip: null", "states: drive"),
-            r"optimizer\.states: expected one of auto, device, host, disk, 8bit, got text 'drive'",
         ),
         (
             RUN.replace("clip: null", "states: 8bit").replace("bfloat16", "float64"),
@@ -170,10 +147,8 @@ def test_a_setting_changes_one_place_of_what_yaml_shares(tmp_path: Path) -> None
     [
         ("lr=1", "mine.yaml --set lr=1: lr: no such key (did you mean optimizer.lr?); the keys"),
         ("optimiser.lr=1", "optimiser.lr: no such key (did you mean optimizer?)"),
-        ("optimizer.lrr=1", "optimizer.lrr: no such key (did you mean lr?)"),
         ("optimizer.lr=fast", "optimizer.lr: expected a number, got text 'fast'"),
         ("optimizer.lr", "optimizer.lr: expected KEY=VALUE, such as optimizer.lr=1e-5"),
-        ("=1", "expected KEY=VALUE"),
         ("steps=[1", "steps: not valid YAML"),
         ("folder=a\nsteps: 3", "expected one value"),
         ("context.chunk=1", "context.chunk: context is 131072, which has no keys; set context"),
@@ -199,31 +174,12 @@ def test_a_schedule_may_be_a_word(tmp_path: Path) -> None:
         load_run(write(tmp_path, text + "fast"))
 
 
-def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"gone\.yaml: cannot be read"):
-        load_run(tmp_path / "gone.yaml")
-
-
 def test_a_run_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_bytes(b"model: \xff")
     with pytest.raises(
         UnsupportedError, match=r"mine\.yaml: cannot be read: .*can't decode byte 0xff"
     ):
         load_run(tmp_path / "mine.yaml")
-
-
-def test_another_strategy_comes_without_the_fields_of_the_one_before(tmp_path: Path) -> None:
-    run = load_run(write(tmp_path, RUN))
-    changed, note = with_strategy(run, "oomb")
-    assert changed.schedule == ScheduleConfig(strategy="oomb")
-    assert replace(changed, schedule=run.schedule) == run
-    assert note == (
-        "schedule: oomb replaces fpdt and drops its chunk: 32768, groups: [2, 2], kv: host"
-    )
-    assert with_strategy(changed, "fpdt") == (
-        replace(run, schedule=ScheduleConfig(strategy="fpdt")),
-        None,
-    )
 
 
 def test_warmup_ends_before_the_run_does() -> None:
@@ -278,34 +234,11 @@ def test_gradients_elsewhere_than_the_weights_are_refused(
         load_run(write(tmp_path, RUN), [f"schedule={{{fields_text}}}"])
 
 
-def test_sparse_attention_in_a_run_file(tmp_path: Path) -> None:
-    run = load_run(write(tmp_path, RUN + "sparse: {budget: 4096, sparsity: 0.95}"))
-    assert run.sparse == SparseConfig(budget=4096, sparsity=0.95)
-    assert run.pages() == Sparse(budget=4096)
-    assert load_run(write(tmp_path, RUN + "sparse: {}")).pages() == Sparse()
-    assert load_run(write(tmp_path, RUN + "sparse: null")).pages() is None
-    assert load_run(write(tmp_path, RUN)).sparse is None
-
-
-def test_every_field_of_sparse_attention_can_be_given() -> None:
-    names = {field.name for field in fields(SparseConfig)} - {"sparsity", "warn_below", "index"}
-    assert names == {field.name for field in fields(Sparse)}
-    assert SparseConfig().spec() == Sparse()
-
-
 @pytest.mark.parametrize("sparse", [None, SparseConfig(page=64, sparsity=0.5)])
 def test_a_resolved_run_reads_back_as_itself(sparse: SparseConfig | None) -> None:
     run = replace(default_run(), sparse=sparse)
     text = yaml.safe_dump(to_mapping(run), sort_keys=False)
     assert build(RunConfig, yaml.safe_load(text)) == run
-
-
-def test_a_schedule_as_a_line_of_a_run_file() -> None:
-    schedule = Schedule(chunk=8, groups=(3, 1, 2), kv=Tier.HOST, attention_save_fraction=0.5)
-    line = as_yaml(schedule, 6, 64)
-    assert line == "schedule: {chunk: 8, groups: [3, 1, 2], kv: host, attention_save_fraction: 0.5}"
-    read = build(ScheduleConfig, yaml.safe_load(line)["schedule"])
-    assert read.apply(Schedule()) == schedule
 
 
 def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:

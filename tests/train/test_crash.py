@@ -13,102 +13,57 @@ from tests.train.crash import report as write_report
 
 pytestmark = pytest.mark.slow
 
-# Of the eighty moments that only sync a file or compute a cell; of the others a tenth of it.
-STRIDES = (exhaustive(1), 99)
-# Moments of a run whose states are on disk, drawn at random.
-ON_DISK = (exhaustive(30), 2)
-# Of the sixty moments that give or take a name in a run that keeps its best checkpoint.
-BEST = (exhaustive(1), 9)
-# Moments of a run that reads a stream.
-STREAM = (exhaustive(60), 4)
-
-
-@pytest.fixture(scope="module", params=STRIDES)
-def report(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return crash(tmp_path_factory.mktemp("crash"), request.param)
-
-
-@pytest.fixture(scope="module", params=ON_DISK)
-def on_disk(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    report = crash(tmp_path_factory.mktemp("disk"), 1, request.param)
-    assert len(report["trials"]) == request.param
-    assert report["names"].count("drive") > 300
-    return report
-
-
-@pytest.fixture(scope="module", params=BEST)
-def with_best(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return crash(tmp_path_factory.mktemp("best"), request.param, 0, 1)
-
-
-@pytest.fixture(scope="module", params=STREAM)
-def streaming(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return crash(tmp_path_factory.mktemp("stream"), 1, 0, 0, request.param)
-
 
 def crash(root: Path, *numbers: int) -> dict[str, Any]:
+    """What became of a run killed at each of some moments: it ended as if nothing had happened."""
     process = PROCESSES.Process(target=write_report, args=(root, *numbers))
     process.start()
     process.join()
     assert process.exitcode == 0  # else its standard error is shown
-    found: dict[str, Any] = json.loads((root / "report.json").read_text("utf-8"))
-    return found
-
-
-def test_every_trial_was_killed_and_then_ended(report: dict[str, Any]) -> None:
-    assert len(report["trials"]) > 6
-    for trial in report["trials"]:
-        name = report["names"][trial["at"]]
-        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), (trial["at"], name)
-
-
-def test_moments_of_every_kind_were_met(report: dict[str, Any]) -> None:
-    kinds = {report["names"][trial["at"]].split()[0] for trial in report["trials"]}
-    assert kinds == {"sync", "rename", "remove", "tensors", "cell", "evaluation"}
-
-
-def test_everything_ends_as_if_nothing_had_happened(report: dict[str, Any]) -> None:
-    nothing_happened(report)
-
-
-def test_states_on_disk_are_those_of_the_checkpoint_again(on_disk: dict[str, Any]) -> None:
-    for trial in on_disk["trials"]:
-        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), trial["at"]
-    nothing_happened(on_disk)
-
-
-def test_the_best_checkpoint_is_never_lost(with_best: dict[str, Any]) -> None:
-    best, last = "step-00000002", "step-00000005"
-    assert with_best["whole"]["checkpoints"] == [best, last]
-    for trial in with_best["trials"]:
-        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), trial["at"]
-        assert {best, last} <= set(trial["checkpoints"]), trial["at"]
-    assert {with_best["names"][trial["at"]] for trial in with_best["trials"]} == {
-        "rename",
-        "remove",
-    }
-    nothing_happened(with_best)
-
-
-def test_a_stream_goes_on_where_it_was(streaming: dict[str, Any]) -> None:
-    for trial in streaming["trials"]:
-        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), trial["at"]
-    nothing_happened(streaming)
-
-
-def nothing_happened(report: dict[str, Any]) -> None:
+    report: dict[str, Any] = json.loads((root / "report.json").read_text("utf-8"))
     whole = report["whole"]
     assert whole["leftovers"] == []
     for trial in report["trials"]:
         moment = f"{trial['at']}: {report['names'][trial['at']]}"
+        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), moment
         for part in ("digests", "metrics", "leftovers"):
             assert trial[part] == whole[part], moment
         assert trial["checkpoints"][-1] == whole["checkpoints"][-1], moment
+    return report
+
+
+def kinds(report: dict[str, Any]) -> set[str]:
+    """Of the moments that were met."""
+    return {report["names"][trial["at"]].split()[0] for trial in report["trials"]}
+
+
+# Of the eighty moments that only sync a file or compute a cell; of the others a tenth of it.
+@pytest.mark.parametrize("stride", [exhaustive(1), 99])
+def test_everything_ends_as_if_nothing_had_happened(tmp_path: Path, stride: int) -> None:
+    report = crash(tmp_path, stride)
+    assert len(report["trials"]) > 6
+    assert kinds(report) == {"sync", "rename", "remove", "tensors", "cell", "evaluation"}
+
+
+@pytest.mark.parametrize("count", [exhaustive(30), 2])
+def test_states_on_disk_are_those_of_the_checkpoint_again(tmp_path: Path, count: int) -> None:
+    """At moments drawn at random."""
+    report = crash(tmp_path, 1, count)
+    assert len(report["trials"]) == count
+    assert report["names"].count("drive") > 300
+
+
+# Of the sixty moments that give or take a name.
+@pytest.mark.parametrize("stride", [exhaustive(1), 9])
+def test_the_best_checkpoint_is_never_lost(tmp_path: Path, stride: int) -> None:
+    report = crash(tmp_path, stride, 0, 1)
+    best, last = "step-00000002", "step-00000005"
+    assert report["whole"]["checkpoints"] == [best, last]
+    for trial in report["trials"]:
+        assert {best, last} <= set(trial["checkpoints"]), trial["at"]
+    assert kinds(report) == {"rename", "remove"}
+
+
+@pytest.mark.parametrize("count", [exhaustive(60), 4])
+def test_a_stream_goes_on_where_it_was(tmp_path: Path, count: int) -> None:
+    crash(tmp_path, 1, 0, 0, count)

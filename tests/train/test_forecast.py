@@ -15,6 +15,7 @@ from farspan.train.config import (
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
+    StatesPlace,
 )
 from farspan.train.trainer import train
 from tests.train.planner import planned_components
@@ -63,6 +64,7 @@ def place(order: list[str], start: str) -> int:
         {"schedule": ScheduleConfig(strategy="auto")},
         {"model": ModelConfig(config=MODEL, lora=LoraConfig(rank=2))},
         {"model": ModelConfig(config=MODEL, dtype=DType.BFLOAT16)},
+        {"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.HOST)},
         {
             "kernels": Kernels(compile=True),
             "model": ModelConfig(config=MODEL | {"num_hidden_layers": 1}),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +24,8 @@ from tests.grids import examples
 from tests.program.test_share import MODEL, layouts, ranks_of, schedules
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, components_with
-from tests.train.test_ranks import a_run, model_of, same_run
-from tests.train.tiny import Quiet
+from tests.train.test_ranks import a_run, same_run
+from tests.train.tiny import Quiet, assert_same_weights
 
 SLOW = 0.1  # seconds a cell, once a signal is on its way: five pulses of PULSE
 PULSE = 0.02
@@ -108,8 +107,7 @@ def test_all_ranks_abandon_a_step_behind_one_cell(tmp_path: Path, names: tuple[s
     assert min(passed) > 0
     for run in runs.values():
         same_run(run, whole)
-    found, wanted = model_of(runs["ulysses"]), model_of(whole)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert_same_weights(runs["ulysses"], whole)
 
 
 def noted(halts: list[CooperativeStop], *arguments: Any) -> CooperativeStop:

@@ -1,4 +1,5 @@
-"""`host_memory`: what a run may take of main memory, by the plan and by the guard before a step."""
+"""`host_memory`: what a run may take of main memory, by the plan and by the guard before a step;
+and `margin`: what its plan leaves."""
 
 import json
 from dataclasses import replace
@@ -9,24 +10,26 @@ import pytest
 import torch
 
 from farspan.distributed.context import ParallelContext
+from farspan.distributed.run_context import DistributedContext
 from farspan.engine.memory import estimate_memory, least_transient, refuse_too_large
 from farspan.engine.step import Step
 from farspan.engine.tiers import refuse_beyond_together
 from farspan.host import GIB, TooLarge
 from farspan.planner.machines import machine
-from farspan.planner.request import Question
+from farspan.planner.request import SHARE, Margin, Question
 from farspan.program.layout import Layout
 from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import OptimizerConfig, RunConfig, ScheduleConfig, StatesPlace, load_run
+from farspan.train.context import inspect_model
 from farspan.train.oom import NoScheduleFits
 from farspan.train.optimizer import TrainingOptimizer
-from farspan.train.planning import allowed
-from farspan.train.run_folder import identity
+from farspan.train.planning import allowed, question_of
 from farspan.train.trainer import train
 from tests.cli.test_cli import run as run_cli
+from tests.cli.test_plan_run import RUN, planned, write
 from tests.ranks import run_ranks
 from tests.train.planner import planned_components
-from tests.train.tiny import Quiet, tiny_run
+from tests.train.tiny import MODEL, Quiet, load_tiny, tiny_run
 from tests.zoo import make_model
 
 CPU = torch.device("cpu")
@@ -39,25 +42,6 @@ SMALL = Schedule(chunk=8, groups=1)
 def test_what_is_no_size_is_refused_by_its_key(tmp_path: Path, given: str | int) -> None:
     with pytest.raises(UnsupportedError, match=r"^host_memory: expected bytes such as 128GiB"):
         tiny_run(tmp_path, host_memory=given)
-
-
-def test_a_run_file_names_the_file_and_the_key(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    text = "model: {path: m}\ndata: {source: text, path: t}\n"
-    path.write_text(f"{text}host_memory: 2GiB\n")
-    assert load_run(path).host_bytes() == 2 * GIB
-    path.write_text(f"{text}host_memory: much\n")
-    with pytest.raises(UnsupportedError, match=r"run\.yaml: host_memory: expected bytes"):
-        load_run(path)
-    path.write_text(f"{text}host_memory: [1]\n")
-    with pytest.raises(
-        UnsupportedError, match=r"run\.yaml: host_memory: expected text or a whole number"
-    ):
-        load_run(path)
-
-
-def test_it_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
-    assert identity(tiny_run(tmp_path)) == identity(tiny_run(tmp_path, host_memory="1GiB"))
 
 
 def test_no_more_is_planned_for_than_it_allows(tmp_path: Path) -> None:
@@ -138,3 +122,38 @@ def test_the_command_line_takes_the_place_of_the_file(
     run_cli(monkeypatch, "train", str(path), "--host-memory", "3GiB")
     run_cli(monkeypatch, "train", str(path))
     assert [run.host_bytes() for run in seen] == [3 * GIB, 2 * GIB]
+
+
+# -- margin ---------------------------------------------------------------------------------------
+
+
+def margin_of(run: RunConfig, unified: bool = False) -> Margin:
+    """What the run's question says."""
+    model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    looked = inspect_model(model, "float32", torch.device("cpu"))
+    here = replace(machine("h100"), unified=unified)
+    world = DistributedContext(torch.device("cpu"))
+    return question_of(run, looked, here, StatesPlace.DEVICE, world).margin
+
+
+def test_the_run_asks_for_its_margin(tmp_path: Path) -> None:
+    made = machine("h100")
+    assert margin_of(tiny_run(tmp_path)) == Margin(int(SHARE * made.device_bytes) - made.reserve)
+    assert margin_of(tiny_run(tmp_path, margin="2GiB")) == Margin(2 * GIB, 2 * GIB)
+    assert margin_of(tiny_run(tmp_path, margin=0)) == Margin()
+    assert margin_of(tiny_run(tmp_path), unified=True) == Margin()
+    assert margin_of(tiny_run(tmp_path, margin="2GiB"), unified=True) == Margin(0, 2 * GIB)
+
+
+def test_a_margin_on_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", **RUN, margin="1GiB")
+    assert planned(file)["margin"]["device"] == GIB
+    assert planned(file, "--margin", "10%")["margin"]["device"] > 12 * GIB
+    assert planned(file, "--margin", "0")["margin"] == {"device": 0, "host": 0}
+
+
+def test_the_older_name_of_margin_is_read(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", **RUN, headroom="1GiB")
+    assert load_run(file).margin == "1GiB"
+    with pytest.raises(UnsupportedError, match=r"headroom: the older name of margin.*keep margin"):
+        load_run(write(tmp_path / "both.yaml", **RUN, headroom="1GiB", margin="2GiB"))

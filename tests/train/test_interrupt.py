@@ -12,22 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from farspan.data.config import DataConfig, SourceKind, WeightedSource
-from farspan.spec import UnsupportedError
-from farspan.train.config import Decay, ModelConfig, OptimizerConfig
+from farspan.train.config import ModelConfig
 from farspan.train.observer import Interrupt, Interrupted
 from tests.checkpoint.saved import saved_tensors
 from tests.grids import crossed
-from tests.train.tiny import (
-    MODEL,
-    STEPS,
-    Quiet,
-    Stopped,
-    Stopping,
-    TinyStep,
-    fit,
-    tiny_run,
-)
+from tests.train.tiny import MODEL, STEPS, Quiet, TinyStep, fit, signalled, tiny_run
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +34,11 @@ def test_a_step_is_abandoned_and_the_last_one_saved(
     tmp_path: Path, signum: signal.Signals, calls: int
 ) -> None:
     """`calls` micro-batches, two a step, are done when the signal comes."""
-    seen = [0]
-
-    def interrupt(step: TinyStep, done: int) -> None:
-        seen[0] += 1
-        if done == calls and step.progress is not None:
-            os.kill(os.getpid(), signum)
-
     reference = tiny_run(tmp_path, folder=str(tmp_path / "reference"))
     fit(reference)
     run = tiny_run(tmp_path)
     before = signal.getsignal(signum)
-    result = fit(run, interrupt)
+    result = fit(run, signalled(calls, signum))
     assert signal.getsignal(signum) is before
     assert result.exit_code == 128 + signum
     assert result.step == calls // 2
@@ -84,14 +66,10 @@ def test_random_numbers_of_an_abandoned_step_are_drawn_again(
                 parameter.grad += 0.01 * torch.randn(parameter.shape)
             return loss
 
-    def interrupt(step: TinyStep, calls: int) -> None:
-        if calls == 7 and step.progress is not None:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     monkeypatch.setattr("tests.train.tiny.TinyStep", Noisy)
     fit(tiny_run(tmp_path, folder=str(tmp_path / "reference")))
     run = tiny_run(tmp_path)
-    assert fit(run, interrupt).step == 3
+    assert fit(run, signalled(7)).step == 3
     torch.manual_seed(77)
     fit(run)
     same_weights(tmp_path / "reference", tmp_path / "run")
@@ -188,41 +166,3 @@ def test_under_nohup_a_terminal_may_close(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGHUP)
 
     assert fit(tiny_run(tmp_path), interrupt).step == STEPS
-
-
-def test_a_mixture_is_read_on(tmp_path: Path) -> None:
-    """Of two sources, of which one is read several times and the other has documents held out."""
-    run = tiny_run(tmp_path)
-    (tmp_path / "text" / "00.txt").rename(tmp_path / "one.txt")
-    folder = str(tmp_path / "text")
-    sources = (
-        WeightedSource(source=SourceKind.TEXT, path=folder, held_out=0.3, weight=2),
-        WeightedSource(source=SourceKind.TEXT, path=f"{tmp_path}/*.txt", weight=1.5),
-    )
-    data = DataConfig(sources=sources, cache=run.data.cache)
-    reference = replace(run, data=data, folder=str(tmp_path / "reference"))
-    fit(reference)
-    run = replace(run, data=data)
-    with pytest.raises(Stopped):
-        fit(run, reporter=Stopping(4))
-    assert fit(run).step == STEPS
-    same_weights(tmp_path / "reference", tmp_path / "run")
-    same_metrics(tmp_path / "reference", tmp_path / "run")
-    heavier = replace(data, sources=(sources[0], replace(sources[1], weight=2)))
-    with pytest.raises(UnsupportedError, match=r"holds another run: data\.sources was"):
-        fit(replace(run, data=heavier))
-
-
-@pytest.mark.parametrize("decay", [Decay.LINEAR, Decay.WSD])
-def test_the_rate_goes_on_falling(tmp_path: Path, decay: Decay) -> None:
-    """Stopped where it falls already: the last three steps of five."""
-    steps = 3 if decay is Decay.WSD else None
-    optimizer = OptimizerConfig(lr=1e-2, warmup=1, decay=decay, decay_steps=steps)
-    reference = tiny_run(tmp_path, optimizer=optimizer, folder=str(tmp_path / "reference"))
-    fit(reference)
-    run = tiny_run(tmp_path, optimizer=optimizer)
-    with pytest.raises(Stopped):
-        fit(run, reporter=Stopping(4))
-    assert fit(run).step == STEPS
-    same_weights(tmp_path / "reference", tmp_path / "run")
-    same_metrics(tmp_path / "reference", tmp_path / "run")

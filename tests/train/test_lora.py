@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from farspan import cli
@@ -32,13 +31,19 @@ from farspan.train.trainer import train
 from tests.checkpoint.saved import saved_tensors
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
-from tests.train.test_ranks import WIDE
-from tests.train.tiny import Quiet, Stopped, Stopping, memory_of, tiny_components, tiny_run
+from tests.train.test_ranks import WIDE, fit_all
+from tests.train.tiny import (
+    Quiet,
+    Stopped,
+    Stopping,
+    tiny_components,
+    tiny_run,
+    weights,
+)
 
 pytestmark = pytest.mark.slow
 
 LORA = LoraConfig(rank=4)
-ADAPTER = "adapter_model.safetensors"
 
 
 def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
@@ -56,15 +61,6 @@ def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
         checkpoints=CheckpointConfig(every=2, keep=9),
     )
     return replace(run, data=replace(run.data, tokenizer="bytes"), **changes)
-
-
-def adapters_of(run: RunConfig) -> dict[str, torch.Tensor]:
-    return load_file(Path(run.folder) / "model" / ADAPTER)
-
-
-def fit_all(runs: list[RunConfig]) -> None:
-    for run in runs:
-        train(run, reporter=Quiet())
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -95,7 +91,10 @@ def test_a_run_is_merged_into_a_model(
     rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
     run = a_run(tmp_path, "run")
     run = replace(run, model=replace(run.model, overrides=rope))
-    fit_all([run])
+    train(run, reporter=(told := Quiet()))
+    assert "need model.overrides rope_parameters" in told.notes[-1]
+    source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
+    assert source["overrides"] == rope
     ours = load_model(path=str(run.model.path), dtype=torch.float64, overrides=rope)
     add_adapters(ours, rank=4, alpha=8.0)
     saved = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000004", "model/")
@@ -113,29 +112,6 @@ def test_a_run_is_merged_into_a_model(
     told = json.loads((tmp_path / "out" / "farspan.json").read_text())
     assert told["merged"]
     assert told["checkpoint"] == "step-00000004"
-
-
-def test_adapters_of_a_changed_model_say_how_it_was_changed(tmp_path: Path) -> None:
-    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
-    run = a_run(tmp_path, "run")
-    run = replace(run, model=replace(run.model, overrides=rope))
-    first, again = Quiet(), Quiet()
-    train(run, reporter=first)
-    source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
-    assert source["overrides"] == rope
-    assert "need model.overrides rope_parameters" in first.notes[-1]
-    train(run, reporter=again)  # which has nothing left to do
-    assert not any("model.overrides" in note for note in again.notes)
-
-
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    whole, run = a_run(tmp_path, "whole"), a_run(tmp_path, "run")
-    fit_all([whole])
-    with pytest.raises(Stopped):
-        train(run, reporter=Stopping(4))
-    fit_all([run])
-    expected = adapters_of(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters_of(run).items())
 
 
 def test_what_a_run_drops_depends_on_nothing_but_its_place(
@@ -158,8 +134,8 @@ def test_what_a_run_drops_depends_on_nothing_but_its_place(
     with pytest.raises(Stopped):
         train(run, reporter=Stopping(3))
     fit_all([run])
-    expected, others, without = (adapters_of(run) for run in (whole, other, plain))
-    for name, tensor in adapters_of(run).items():
+    expected, others, without = (weights(run) for run in (whole, other, plain))
+    for name, tensor in weights(run).items():
         assert torch.equal(tensor, expected[name])
         assert relative_error(others[name], tensor) <= EXACT
     assert relative_error(without[name], tensor) > 1e-3
@@ -209,12 +185,12 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, names: tuple[str, .
     ]
     fit_all([alone])
     run_ranks(2, fit_all, shared)
-    expected = adapters_of(alone)
+    expected = weights(alone)
     saved = saved_tensors(tmp_path / "fsdp" / "checkpoints" / "step-00000002", "model/")
     assert len(saved) == len(expected)
     assert all(".lora_" in name for name in saved)
     for run in shared:
-        found = adapters_of(run)
+        found = weights(run)
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             assert relative_error(tensor, expected[name]) <= EXACT, (run.folder, name)
@@ -266,16 +242,6 @@ def test_a_run_says_that_experts_stay_frozen(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         train(a_run(tmp_path, "run", model=model), reporter=said)
     assert "adapters: none on the experts, whose weights are stacked" in said.notes[0]
-
-
-@pytest.mark.exhaustive
-def test_the_planner_plans_for_adapters(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
-    train(run, reporter=Quiet())
-    predicted, measured = memory_of(tmp_path / "run")
-    assert abs(predicted - measured) < 0.02 * measured
-    about = json.loads((tmp_path / "run" / "about.json").read_text())
-    assert about["trainable"] == sum(t.numel() for t in adapters_of(run).values())
 
 
 def test_verify_has_the_adapters_of_a_run_file(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """Runs of preference losses and of distillation, against loops written out, and what is refused."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
@@ -18,8 +17,7 @@ from farspan.data.tokenizers import load_tokenizer
 from farspan.hf.load import load_model
 from farspan.planner.request import Question
 from farspan.program.layout import Parallel
-from farspan.spec import ROUTER_KEYS, LossKeys, LossKind, Schedule, UnsupportedError
-from farspan.train import objectives
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
     DType,
@@ -37,8 +35,16 @@ from tests.grids import exhaustive
 from tests.numerics import EXACT, relative_error
 from tests.ranks import RankError, run_ranks
 from tests.train.planner import planned_components
-from tests.train.test_ranks import WIDE
-from tests.train.tiny import Quiet, Stopped, Stopping, documents
+from tests.train.test_ranks import WIDE, fit_all
+from tests.train.tiny import (
+    Quiet,
+    Stopped,
+    Stopping,
+    assert_same_weights,
+    documents,
+    metrics,
+    weights,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -94,17 +100,6 @@ def of(kind: str, **fields: Any) -> LossConfig:
 def corpus_of(run: RunConfig) -> Corpus:
     use = load_tokenizer("bytes")
     return open_corpus(run.data, use, context=run.context, seed=0, watch=lambda *_: None)
-
-
-def lines_of(run: RunConfig) -> list[dict[str, Any]]:
-    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def weights_of(run: RunConfig) -> dict[str, Tensor]:
-    names = ("model.safetensors", "adapter_model.safetensors")
-    (path,) = (p for n in names if (p := Path(run.folder) / "model" / n).is_file())
-    return load_file(path)
 
 
 def answers(model: nn.Module, ids: Tensor, labels: Tensor, marks: Tensor, mean: bool) -> Tensor:
@@ -176,18 +171,18 @@ def test_a_run_is_a_loop_written_out(tmp_path: Path, loss: LossConfig) -> None:
     run = a_run(tmp_path, loss=loss)
     train(run, reporter=Quiet())
     model, told = loop_of(run, loss)
-    steps = [line for line in lines_of(run) if "loss" in line]
+    steps = [line for line in metrics(run) if "loss" in line]
     for line, wanted in zip(steps, told, strict=True):
         for name, value in wanted.items():
             assert line[name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
-    for name, tensor in weights_of(run).items():
+    for name, tensor in weights(run).items():
         assert relative_error(tensor, model.get_parameter(name)) < EXACT, name
-    held_out = [line for line in lines_of(run) if "heldout_loss" in line]
+    held_out = [line for line in metrics(run) if "heldout_loss" in line]
     assert [line["step"] for line in held_out] == [0, 1, 2]
     assert {"heldout_margin", "heldout_accuracy", "heldout_rewards/chosen"} <= held_out[0].keys()
 
 
-@pytest.mark.parametrize("reference", ["frozen", "stored", exhaustive("adapters-off")])
+@pytest.mark.parametrize("reference", ["stored", exhaustive("frozen"), exhaustive("adapters-off")])
 def test_a_run_resumes_to_the_bit(tmp_path: Path, reference: str) -> None:
     """In the midst of its updates; what is stored is not computed again."""
     lora = LoraConfig(rank=4) if reference == "adapters-off" else None
@@ -202,10 +197,9 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, reference: str) -> None:
     train(parts, reporter=quiet)
     assert not any("reference: computing" in note for note in quiet.notes)
     assert any("resuming after step 1" in note for note in quiet.notes)
-    for name, tensor in weights_of(whole).items():
-        assert torch.equal(tensor, weights_of(parts)[name]), name
+    assert_same_weights(parts, whole)
     dropped = {"seconds", "tokens_per_second", "peak_process_bytes"}
-    for one, other in zip(lines_of(whole), lines_of(parts), strict=True):
+    for one, other in zip(metrics(whole), metrics(parts), strict=True):
         for key in one.keys() - dropped:
             if not key.startswith("memory"):
                 assert one[key] == other[key], key
@@ -218,7 +212,7 @@ def test_references_agree_while_adapters_are_zero(tmp_path: Path) -> None:
         lora = ModelConfig(path=str(tmp_path / "base"), dtype=DType.FLOAT64, lora=LoraConfig(4))
         run = a_run(tmp_path, reference, loss=of("dpo", reference=reference), model=lora)
         train(run, reporter=Quiet())
-        found[reference] = [line for line in lines_of(run) if "loss" in line]
+        found[reference] = [line for line in metrics(run) if "loss" in line]
     first = {name: lines[0] for name, lines in found.items()}
     assert first["adapters-off"]["loss"] == pytest.approx(0.6931471805599453, rel=1e-12)
     assert first["adapters-off"]["margin"] == first["frozen"]["margin"] == 0.0
@@ -242,8 +236,8 @@ def test_weights_in_main_memory_have_the_same_loss(tmp_path: Path) -> None:
     there = replace(there, schedule=streamed)
     train(there, reporter=Quiet())
     train(here, reporter=Quiet())
-    for name, tensor in weights_of(there).items():
-        assert relative_error(tensor, weights_of(here)[name]) < EXACT, name
+    for name, tensor in weights(there).items():
+        assert relative_error(tensor, weights(here)[name]) < EXACT, name
 
 
 def test_what_is_stored_belongs_to_its_run(tmp_path: Path) -> None:
@@ -292,10 +286,10 @@ def test_a_student_learns_from_a_teacher(tmp_path: Path) -> None:
                 losses.append(apart.sum(-1)[kept])
         value = torch.cat(losses).mean()
         value.backward()
-        line = [line for line in lines_of(run) if "loss" in line][step]
+        line = [line for line in metrics(run) if "loss" in line][step]
         assert line["loss"] == pytest.approx(float(value.detach()), rel=1e-11)
         optimizer.step(learning_rate(run.optimizer, run.steps)(step), optimizer.gradient_norm())
-    for name, tensor in weights_of(run).items():
+    for name, tensor in weights(run).items():
         assert relative_error(tensor, model.get_parameter(name)) < EXACT, name
 
 
@@ -352,11 +346,6 @@ def test_records_without_answers_are_refused(tmp_path: Path) -> None:
         train(replace(run, data=data, loss=None), reporter=Quiet())
 
 
-def fit_all(runs: list[RunConfig]) -> None:
-    for run in runs:
-        train(run, reporter=Quiet())
-
-
 # A teacher is a second model as a frozen reference is, and adapters are switched off as alone.
 @pytest.mark.parametrize(
     "reference", ["stored", *map(exhaustive, (None, "frozen", "adapters-off"))]
@@ -376,13 +365,13 @@ def test_ranks_train_as_one_process_does(tmp_path: Path, reference: str | None) 
     train(alone, reporter=Quiet())
     run_ranks(2, fit_all, [shared, apart])
     for run in shared, apart:
-        for one, other in zip(lines_of(alone), lines_of(run), strict=True):
+        for one, other in zip(metrics(alone), metrics(run), strict=True):
             for key in ("loss", "margin", "accuracy", "heldout_loss", "heldout_margin"):
                 assert (key in one) == (key in other)
                 near = pytest.approx(other.get(key, 0), rel=1e-10, abs=1e-13)
                 assert one.get(key, 0) == near, (run.folder, key)
-        for name, tensor in weights_of(alone).items():
-            assert relative_error(weights_of(run)[name], tensor) < EXACT, (run.folder, name)
+        for name, tensor in weights(alone).items():
+            assert relative_error(weights(run)[name], tensor) < EXACT, (run.folder, name)
 
 
 def test_stages_hold_one_model(tmp_path: Path) -> None:
@@ -401,12 +390,5 @@ def test_a_planner_is_asked_for_a_cut_step(tmp_path: Path) -> None:
     train(written, reporter=Quiet())
     assert {question.loss for question in asked} == {run.objective.planned()}
     assert run.objective.planned().is_cut
-    for name, tensor in weights_of(run).items():
-        assert relative_error(tensor, weights_of(written)[name]) < EXACT, name
-
-
-def test_every_loss_of_a_run_file_has_its_code() -> None:
-    multiple = {kind for kind in LossKind if kind is not LossKind.SFT and not kind.row.of_loops}
-    assert {kind for kind in multiple if not kind.row.paired} == set(objectives.SINGLE)
-    named = {key for kind in LossKind for key in kind.row.keys}
-    assert named == {field.name for field in fields(LossKeys)} - {"kind", *ROUTER_KEYS}
+    for name, tensor in weights(run).items():
+        assert relative_error(tensor, weights(written)[name]) < EXACT, name

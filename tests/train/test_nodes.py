@@ -1,6 +1,5 @@
 """Two nodes: two network namespaces, each with a host name and processes of its own, and a link."""
 
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from farspan.train.config import CheckpointConfig, DType, ModelConfig, RunConfig
 from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
 from tests.numerics import EXACT, relative_error
-from tests.train.tiny import MODEL, Quiet, tiny_run
+from tests.train.tiny import MODEL, Quiet, metrics, tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 5.0
@@ -142,8 +141,7 @@ def a_run(root: Path, **changes: Any) -> RunConfig:
 
 
 def losses(run: RunConfig) -> torch.Tensor:
-    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
-    found = [one["loss"] for one in map(json.loads, lines) if "loss" in one]
+    found = [line["loss"] for line in metrics(run) if "loss" in line]
     return torch.tensor(found, dtype=torch.float64)
 
 

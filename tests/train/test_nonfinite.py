@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from farspan.train.config import OnNonfinite
 from farspan.train.run_folder import find_nonfinite
 from farspan.train.trainer import Diverged
-from tests.train.tiny import STEPS, Quiet, TinyStep, fit, tiny_run
+from tests.train.tiny import STEPS, Quiet, TinyStep, fit, metrics, tiny_run
 
 BAD_STEP = 3  # from 1
 PARAMETER = "model.layers.1.mlp.up_proj.weight"
@@ -71,21 +70,11 @@ def test_such_a_batch_can_be_skipped(tmp_path: Path, bad: Callable[..., None], k
     result = fit(run, reporter=quiet)
     assert (result.step, result.skipped) == (STEPS, 1)
     assert any("step 3 skipped" in note for note in quiet.notes)
-    text = (tmp_path / "run" / "metrics.jsonl").read_text()
-    (line,) = (line for line in map(json.loads, text.splitlines()) if "nonfinite" in line)
+    (line,) = (line for line in metrics(run) if "nonfinite" in line)
     assert line["step"] == BAD_STEP
     assert "loss" not in line
     assert result.loss is not None
     assert result.loss < 5.6
-
-
-def test_after_a_stop_the_same_command_may_skip(tmp_path: Path, bad: Callable[..., None]) -> None:
-    bad(BadLoss)
-    run = tiny_run(tmp_path)
-    with pytest.raises(Diverged):
-        fit(run)
-    bad(TinyStep)
-    assert fit(replace(run, nonfinite=OnNonfinite.SKIP)).step == STEPS
 
 
 def test_weights_that_are_bad_already_stop_even_a_run_that_skips(
@@ -131,9 +120,7 @@ def test_a_heldout_loss_that_is_not_finite_stops_the_run(
     bad(TinyStep)  # the same command evaluates again, and goes on if that is finite
     assert fit(run, reporter=quiet).step == STEPS
     assert "resuming after step 2 of 5" in quiet.notes
-    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    held_out = [line["step"] for line in lines if "heldout_loss" in line]
-    assert held_out == [0, 2, 4, 5]
+    assert [line["step"] for line in metrics(run) if "heldout_loss" in line] == [0, 2, 4, 5]
 
 
 def test_a_heldout_loss_that_is_not_finite_can_be_passed_over(
@@ -145,8 +132,7 @@ def test_a_heldout_loss_that_is_not_finite_can_be_passed_over(
     result = fit(run, reporter=quiet)
     assert (result.step, result.skipped) == (STEPS, 0)
     assert "step 2: the held-out loss is not finite" in quiet.notes
-    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [x["heldout_loss"] for x in lines if "heldout_loss" in x][1:] == ["nan"] * 3
+    assert [x["heldout_loss"] for x in metrics(run) if "heldout_loss" in x][1:] == ["nan"] * 3
     again = fit(run)
     assert again.heldout_loss is not None
     assert again.heldout_loss != again.heldout_loss

@@ -19,8 +19,7 @@ from farspan.durable import WriteFailed
 from farspan.engine.memory import PeakMemory
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.stages import CausalLMStages
-from farspan.host import TooLarge
-from farspan.planner.states import DISK_SLOTS, drive_bytes, states
+from farspan.planner.states import drive_bytes, states
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
 from farspan.train.context import inspect_model
@@ -73,27 +72,6 @@ def same_states(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
-
-
-@pytest.mark.usefixtures("in_pieces")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_beside_weights_in_main_memory_nothing_is_copied(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    models = [tiny(dtype) for _ in range(2)]
-    update(models[0], OptimizerConfig(states=DEVICE))
-    config = on_disk(tmp_path)
-    streamed = StreamedWeights(CausalLMStages(models[1]))
-    optimizer = TrainingOptimizer(models[1], config, streamed=streamed)
-    for step, lr in enumerate(LRS):
-        set_gradients(models[1], step)
-        optimizer.step(lr, optimizer.gradient_norm())
-    assert same(*models)
-    held = TrainingOptimizer(tiny(dtype), config).held()
-    assert optimizer.held().host < held.host
-    found = optimizer._states
-    assert isinstance(found, DiskStates)
-    assert found._copies.evicted == found._copies.fetched == 0
 
 
 @pytest.mark.usefixtures("in_pieces")
@@ -250,14 +228,6 @@ def test_a_slow_drive_is_refused_with_its_seconds(
     assert "s of an update" in TrainingOptimizer(model, config).drive()
 
 
-def test_too_little_main_memory_for_the_slots_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 100_000)
-    with pytest.raises(TooLarge, match="states in main memory needs"):
-        TrainingOptimizer(tiny(torch.bfloat16), on_disk(tmp_path))
-
-
 @pytest.mark.usefixtures("in_pieces")
 def test_a_drive_that_fails_is_told_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,7 +280,3 @@ def test_all_requests_have_ended_when_one_has_failed() -> None:
         with pytest.raises(WriteFailed, match="broken"):
             settle([requests[1], requests[0]])
         assert ended == ["late"]
-
-
-def test_slots_are_as_the_planner_counts_them() -> None:
-    assert DISK_SLOTS == 4

@@ -1,39 +1,29 @@
 """States in main memory: the same tensors, the same bits, whatever the copies do in between."""
 
 import copy
-import json
-import os
-import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.memory import PeakMemory
 from farspan.host import TooLarge
-from farspan.planner.evaluate import evaluate
-from farspan.planner.plans import best_plan
 from farspan.planner.states import SLOTS, states
 from farspan.spec import UnsupportedError
-from farspan.train.config import DType, ModelConfig, OptimizerConfig, ScheduleConfig, StatesPlace
+from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
 from farspan.train.context import inspect_model
 from farspan.train.optimizer import TrainingOptimizer, decays
 from farspan.train.planning import question_of
 from farspan.train.staged_states import HostStates, Rule
-from farspan.train.trainer import train
 from tests.grids import crossed
-from tests.numerics import assert_exact
 from tests.train.late import LateCopies
-from tests.train.planner import one_memory, planned_components
+from tests.train.planner import one_memory
 from tests.train.test_interrupt import same_weights
 from tests.train.test_optimizer import set_gradients
-from tests.train.tiny import MODEL, Quiet, TinyStep, fit, load_tiny, replaced, tiny_run
+from tests.train.tiny import MODEL, Quiet, fit, load_tiny, signalled, tiny_run
 
 HOST, DEVICE = StatesPlace.HOST, StatesPlace.DEVICE
 LRS = [0.1, 0.05, 0.2]
@@ -85,33 +75,6 @@ def test_the_bits_are_those_of_states_on_the_device(
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.usefixtures("in_pieces")
-def test_in_float64_the_update_is_adamw_by_its_formula() -> None:
-    """Decoupled decay, moments, both corrections (arXiv 1711.05101), from the third step back."""
-    config = OptimizerConfig(clip=0.5, weight_decay=0.3, states=HOST)
-    model = load_tiny(config=MODEL, dtype=torch.float64, seed=1)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    update(model, config)
-    (b1, b2), decay = config.betas, decays(model)
-    first = {name: torch.zeros_like(p) for name, p in expected.items()}
-    second = {name: torch.zeros_like(p) for name, p in expected.items()}
-    for step, lr in enumerate(LRS):
-        set_gradients(model, step)
-        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        norm = torch.cat(gradients).norm()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            gradient = parameter.grad * min(1.0, 0.5 / (float(norm) + 1e-6))
-            first[name] = b1 * first[name] + (1 - b1) * gradient
-            second[name] = b2 * second[name] + (1 - b2) * gradient**2
-            mean = first[name] / (1 - b1 ** (step + 1))
-            spread = (second[name] / (1 - b2 ** (step + 1))).sqrt()
-            weight = expected[name] * (1 - lr * (0.3 if decay[name] else 0.0))
-            expected[name] = weight - lr * mean / (spread + config.eps)
-    for name, parameter in model.named_parameters():
-        assert_exact(parameter, expected[name])
-
-
 def run_late(dtype: torch.dtype) -> tuple[nn.Module, LateCopies]:
     """Two steps whose copies happen as late as they may."""
     model = load_tiny(config=MODEL, dtype=dtype, seed=1)
@@ -137,25 +100,6 @@ def test_copies_may_be_as_late_as_events_allow(dtype: torch.dtype) -> None:
     assert same(model, expected_late(dtype))
     pieces = sum(-(-p.numel() // PIECE) for p in model.parameters())
     assert copies.late >= 2 * len(LRS) * pieces
-
-
-@pytest.mark.usefixtures("in_pieces")
-@pytest.mark.parametrize("hazard", ["arrived", "sent"])
-def test_each_hazard_is_seen_when_nobody_waits(
-    monkeypatch: pytest.MonkeyPatch, hazard: str
-) -> None:
-    """A gradient that has not arrived; a weight that has not left, with masters and without."""
-
-    class Blind(LateCopies):
-        """Nobody waits for the fetches, or for the evicts."""
-
-        def record(self, lane: Any) -> Any:
-            blind = (lane.name == "EVICT") == (hazard == "arrived")
-            return None if blind else super().record(lane)
-
-    monkeypatch.setattr("tests.train.test_optimizer_host.LateCopies", Blind)
-    for dtype in (torch.bfloat16, torch.float32):
-        assert not same(run_late(dtype)[0], expected_late(dtype))
 
 
 @pytest.mark.parametrize(
@@ -239,19 +183,11 @@ def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(
     model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
     reference = replace(start, optimizer=optimizer, model=model, folder=str(tmp_path / "reference"))
     fit(reference)
-
-    def interrupt(calls: int) -> Any:
-        def hook(step: TinyStep, done: int) -> None:
-            if done == calls and step.progress is not None:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        return hook
-
     told: list[str] = []
     for place, calls in ((there, 3), (DEVICE, 2), (there, 5), (there, 99)):
         run = replace(start, model=model, optimizer=replace(optimizer, states=place))
         quiet = Quiet()
-        fit(run, interrupt(calls), quiet)
+        fit(run, signalled(calls), quiet)
         told += quiet.notes
     same_weights(tmp_path / "reference", tmp_path / "run")
     assert [note for note in told if "optimizer states: moved" in note] == [
@@ -259,35 +195,3 @@ def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(
         for before in (there, "device")
     ]
     assert ("states on disk: 0.00 GiB in " in "\n".join(told)) is (there is not HOST)
-
-
-def test_what_a_run_expects_is_what_it_takes(tmp_path: Path) -> None:
-    """`strategy: auto` on the engine itself: planned, forecast and measured."""
-    run = tiny_run(
-        tmp_path,
-        steps=3,
-        schedule=ScheduleConfig(strategy="auto"),
-        model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16),
-        optimizer=replace(tiny_run(tmp_path).optimizer, states=HOST),
-    )
-    parts = replaced(
-        planned_components(()), best_plan=partial(best_plan, seconds=0.1), evaluate=evaluate
-    )
-    quiet = Quiet()
-    found = train(run, components=parts, reporter=quiet).comparison
-    assert found is not None
-    assert abs(found.predicted_bytes / found.measured_bytes - 1) < 0.02
-    folder = Path(run.folder)
-    plan = json.loads((folder / "plan.json").read_text())
-    about = json.loads((folder / "about.json").read_text())
-    assert plan["optimizer"] == "host"
-    assert about["states"] == "host"
-    counters = 4 * len(load_file(folder / "model" / "model.safetensors"))
-    expected = plan["host_bytes"]["parts"]["optimizer"] + counters
-    assert about["memory"]["optimizer_on_host"] == expected
-    assert about["memory"]["optimizer"] == 0
-    assert "optimizer states: in main memory, updated there (as the run file says)" in "\n".join(
-        quiet.notes
-    )
-    line = next(note for note in quiet.notes if note.startswith("expected memory"))
-    assert line.endswith(f"(optimizer {expected / 2**20:.1f} MiB)")

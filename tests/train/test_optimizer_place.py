@@ -29,7 +29,7 @@ from farspan.train.context import Components, InspectedModel, inspect_model
 from farspan.train.memory import Placed, bare_machine
 from farspan.train.planning import question_of
 from tests.program.cases import model_of
-from tests.train.planner import GIB, one_memory, planned_components
+from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, fit, load_tiny, replaced, tiny_run
 
 CPU = torch.device("cpu")
@@ -103,44 +103,6 @@ def test_main_memory_is_taken_when_neither_has_room(
     for room in (host, host - 1):
         gpu(monkeypatch, device - 1, room)
         assert place(run).states is StatesPlace.HOST
-
-
-def test_states_move_as_many_bytes_as_they_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_of(tmp_path)
-    gpu(monkeypatch, GIB, GIB)
-    device, host = needed(run, StatesPlace.DEVICE), needed(run, StatesPlace.HOST)
-    assert device[0] - host[0] == 12 * 8976
-    assert 12 * 8976 < host[1] - device[1] < 24 * 8976 + 4096  # slots, and whole pages
-
-
-def test_the_planner_is_asked_for_both_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu(monkeypatch, GIB, GIB)
-    asked: list[Question] = []
-    parts = planned_components((), asked=asked)
-
-    def best_plan(question: Question) -> Plan:
-        return plans.best_placed(question, lambda placed: planned(placed, asked))
-
-    def machine(*_: Any) -> MachineSpec:
-        return replace(one_memory(), unified=False, device_bytes=GIB, host_bytes=GIB)
-
-    parts = replaced(parts, best_plan=best_plan, machine=machine)
-    run = run_of(tmp_path, schedule=ScheduleConfig(strategy="auto"))
-    assert place(run, parts).states is StatesPlace.HOST
-    assert {question.optimizer for question in asked} == {Optimizer.ADAMW, Optimizer.HOST}
-    assert asked[0].machine.device_bytes <= GIB
-    assert asked[0].run.tokens == run.context
-
-
-def planned(question: Question, asked: list[Question]) -> Plan:
-    """Nothing fits beside states on the device."""
-    asked.append(question)
-    left = -1 if question.optimizer is Optimizer.ADAMW else 1
-    return plan_of(question, left=left)
 
 
 def plan_of(question: Question, *, left: int, seconds: float = 1.0) -> Plan:

@@ -10,14 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farspan.checkpoint.format import save_entries
-from farspan.distributed.fsdp import placement_along, whole_placement
-from farspan.distributed.run_context import DistributedContext, launch_env
 from farspan.program.layout import Auto
 from farspan.spec import UnsupportedError
 from farspan.train.config import (
     DType,
-    EvaluationConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -25,14 +21,21 @@ from farspan.train.config import (
     StartConfig,
 )
 from farspan.train.trainer import train
-from tests.checkpoint.saved import opened, saved_tensors
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
-from tests.train.test_loop import metrics, weights
-from tests.train.test_lora import a_run, adapters_of, fit_all
-from tests.train.test_ranks import WIDE
+from tests.train.test_lora import a_run
+from tests.train.test_ranks import WIDE, fit_all
 from tests.train.tiny import MODEL as TINY
-from tests.train.tiny import Quiet, Stopped, Stopping, fit, tiny_run
+from tests.train.tiny import (
+    Quiet,
+    Stopped,
+    Stopping,
+    assert_same_weights,
+    fit,
+    metrics,
+    tiny_run,
+    weights,
+)
 
 
 def first(root: Path, **changes: Any) -> RunConfig:
@@ -78,8 +81,7 @@ def test_with_states_and_the_same_settings_it_is_the_run_itself(tmp_path: Path) 
     other = second(run, f"{run.folder}/checkpoints/step-00000002", states=True)
     fit(other, reporter=told)
     assert losses(other) == losses(run)[2:]
-    for name, tensor in weights(run).items():
-        assert torch.equal(weights(other)[name], tensor)
+    assert_same_weights(other, run)
     assert any("after step 2 of 5" in note for note in told.notes)
 
 
@@ -104,8 +106,7 @@ def test_it_resumes_without_being_told_again(tmp_path: Path) -> None:
             fit(other if after == 1 else replace(other, start=None), reporter=Stopping(after))
     fit(replace(other, start=None))
     assert losses(other) == losses(whole)
-    for name, tensor in weights(whole).items():
-        assert torch.equal(weights(other)[name], tensor)
+    assert_same_weights(other, whole)
     shutil.rmtree(run.folder)  # it needs the other no more
     assert fit(replace(other, start=None)).step == 5
 
@@ -124,12 +125,11 @@ def test_a_folder_of_another_origin_is_refused(tmp_path: Path) -> None:
         fit(replace(other, start=StartConfig(run.folder, states=True)))
 
 
-@pytest.mark.parametrize("states", [False, True])
-def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, states: bool) -> None:
+def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
     run = first(tmp_path)
     wide = ModelConfig(config={**TINY, "intermediate_size": 40})
     with pytest.raises(UnsupportedError) as refused:
-        fit(second(run, states=states, model=wide))
+        fit(second(run, states=True, model=wide))
     assert "mlp" in str(refused.value)
     assert "belongs to another model" in str(refused.value)
     assert "[32, 16], but float32[40, 16] in this model" in str(refused.value)
@@ -148,6 +148,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         fit(second(run, f"{run.folder}/model"))
 
 
+STILL = OptimizerConfig(lr=1e-30)  # adapters stay as they are
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run = first(tmp_path)
     (Path(run.folder) / "checkpoints/step-00000005/rank-00000.safetensors").write_bytes(b"")
@@ -156,42 +159,10 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert any("begins with the weights of" in n and "step-00000004" in n for n in told.notes)
 
 
-def write_halves(checkpoint: Path, to: Path) -> None:
-    """The same checkpoint, of which each of two ranks has half of the rows."""
-    rank, entries = torch.distributed.get_rank(), {}
-    for name, tensor in saved_tensors(checkpoint).items():
-        place, cut = whole_placement(tensor.shape), len(tensor) // 2 if tensor.ndim else 0
-        if cut and not name.startswith("rng/"):
-            rows = (cut, len(tensor)) if rank else (0, cut)
-            place, tensor = placement_along(tensor.shape, 0, [rows]), tensor[slice(*rows)]
-        entries[name] = tensor, place
-    world = DistributedContext(torch.device("cpu"), launch_env())
-    save_entries(to, entries, opened(checkpoint).state, world)
-
-
-@pytest.mark.parametrize("states", [False, True])
-def test_a_checkpoint_of_ranks_is_begun_from_like_any(tmp_path: Path, states: bool) -> None:
-    run = first(tmp_path)
-    path = Path(run.folder) / "checkpoints" / "step-00000004"
-    fit(plain := replace(second(run, str(path), states), folder=str(tmp_path / "plain")))
-    there = tmp_path / "ranks" / "checkpoints" / path.name
-    there.parent.mkdir(parents=True)
-    run_ranks(2, write_halves, path, there)
-    fit(other := second(run, str(there), states))
-    assert losses(other) == losses(plain) != []
-    wide = ModelConfig(config={**TINY, "intermediate_size": 40})
-    with pytest.raises(UnsupportedError, match=r"step-00000004.*mlp"):
-        fit(replace(second(run, str(there), states, model=wide), folder=str(tmp_path / "wide")))
-
-
-STILL = OptimizerConfig(lr=1e-30)  # adapters stay as they are
-ONCE = EvaluationConfig(every=0, sequences=1)
-
-
 def test_adapters_are_trained_further(tmp_path: Path) -> None:
     run = a_run(tmp_path, "first")
     train(run, reporter=Quiet())
-    trained = adapters_of(run)
+    trained = weights(run)
     origins = {
         "run": run.folder,
         "checkpoint": f"{run.folder}/checkpoints/step-00000004",
@@ -200,13 +171,13 @@ def test_adapters_are_trained_further(tmp_path: Path) -> None:
     for name, path in origins.items():
         other = replace(run, folder=str(tmp_path / name), start=StartConfig(path))
         train(replace(other, steps=1, optimizer=STILL), reporter=Quiet())
-        found = adapters_of(other)
+        found = weights(other)
         assert all(torch.equal(tensor, found[key]) for key, tensor in trained.items()), name
     # As model.path: the base is named in it, and so are rank, alpha and targets.
     model = replace(run.model, path=f"{run.folder}/model", lora=None)
     other = replace(run, folder=str(tmp_path / "path"), model=model, steps=1, optimizer=STILL)
     train(other, reporter=Quiet())
-    assert all(torch.equal(tensor, adapters_of(other)[key]) for key, tensor in trained.items())
+    assert all(torch.equal(tensor, weights(other)[key]) for key, tensor in trained.items())
     config = json.loads((tmp_path / "path" / "model" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
     assert config["base_model_name_or_path"] == str(tmp_path / "base")

@@ -87,19 +87,6 @@ def test_sparse_attention_stands_beside_every_loss() -> None:
     ]
 
 
-def test_sparse_attention_on_bars() -> None:
-    made, out = console(True)
-    with make_reporter(made) as reporter:
-        reporter.start(4, 1000, 0, " (sparse)")
-        reporter.begin(1)
-        reporter.cells(1, 0.5, cells_done(1, 2))
-        reporter.end(VALUES | SPARSE)
-        reporter.evaluated({"step": 1, "heldout_loss": 2.75, "attention": "sparse"})
-    assert "run (sparse)" in out.getvalue()
-    assert "held-out loss 2.7500 (sparse attention)" in out.getvalue()
-    assert "…" not in out.getvalue()
-
-
 def test_a_slow_tokenizer_is_heard_of() -> None:
     clock, (made, out) = Clock(), console(False)
     reporter = LineReporter(made, patience=10.0, clock=clock)
@@ -111,19 +98,6 @@ def test_a_slow_tokenizer_is_heard_of() -> None:
     assert out.getvalue().splitlines() == [
         "tokenizing: 1 of 4 rows, 18 s left: 1 document, 1,000 tokens",
         "tokenizing: 3 of 4 rows, 2 s left: 3 documents, 3,000 tokens",
-    ]
-
-
-def test_what_comes_before_the_first_step_is_heard_of() -> None:
-    clock, (made, out) = Clock(), console(False)
-    reporter = LineReporter(made, patience=10.0, clock=clock)
-    for what in ("measuring quickly", "matrix products", "attention"):
-        clock.now += 20.0
-        reporter.measuring(what)
-    reporter.note("measured")
-    assert out.getvalue().splitlines() == [
-        "this machine: measuring quickly",
-        "measured",
     ]
 
 
@@ -149,25 +123,6 @@ def test_a_line_says_which_of_how_many_and_the_time_left() -> None:
     ]
 
 
-@pytest.mark.parametrize("at", ["step 1/4", "evaluating"])
-def test_a_bar_says_which_of_how_many_and_the_time_left(at: str) -> None:
-    made, out = console(True)
-    observer = Observer(make_reporter(made), Interrupt())
-    with observer.reporter as reporter:
-        reporter.start(steps=4, tokens_per_step=1000, step=0)
-        reporter.begin(1)
-        observer.training(1, 0, 2, cells_done(1, 2))
-        if at == "evaluating":
-            reporter.end(VALUES)
-            observer.evaluating(0, 3, cells_done(1, 2))
-            observer.evaluating(1, 3, cells_done(1, 2))
-    parts = {"step 1/4": "batch 1/2  cell 1/2"}
-    text = out.getvalue().splitlines()[-2]  # as the bars stood in the end
-    assert "…" not in text
-    assert at in text
-    assert f"{parts.get(at, 'sequence 2/3  cell 1/2')}  eta 0:00" in text
-
-
 def test_bars_on_a_terminal() -> None:
     made, out = console(True)
     with make_reporter(made) as reporter:
@@ -186,7 +141,3 @@ def test_bars_on_a_terminal() -> None:
     assert "…" not in out.getvalue()
     for words in ("cell 4/8", "loss 2.5000", "held-out loss 2.7500", "[a] note", "eta"):
         assert words in out.getvalue()
-
-
-def test_lines_are_made_for_a_file() -> None:
-    assert isinstance(make_reporter(console(False)[0]), LineReporter)

@@ -32,11 +32,18 @@ from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
 from tests.numerics import relative_error
-from tests.ranks import run_ranks
 from tests.train.planner import planned_components
-from tests.train.test_lora import LORA, a_run, adapters_of, fit_all
+from tests.train.test_lora import LORA, a_run
+from tests.train.test_ranks import fit_all
 from tests.train.test_streamed_weights import assert_same, context, outcome
-from tests.train.tiny import Quiet, Stopped, Stopping, memory_of, replaced
+from tests.train.tiny import (
+    Quiet,
+    Stopped,
+    Stopping,
+    assert_same_weights,
+    replaced,
+    weights,
+)
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -70,8 +77,8 @@ def test_a_run_file_resumes_to_the_same_bits_and_is_merged(
     with pytest.raises(Stopped):
         train(run, reporter=Stopping(4))
     fit_all([run])
-    expected = adapters_of(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters_of(run).items())
+    assert_same_weights(run, whole)
+    expected = weights(whole)
     about = json.loads((Path(run.folder) / "about.json").read_text())
     plain = load_model(path=str(run.model.path), dtype=torch.float32)
     trained = sum(t.numel() for t in expected.values())
@@ -128,25 +135,10 @@ def test_a_quantised_folder_is_trained_as_it_is(tmp_path: Path) -> None:
     )
     fit_all([again, unsaid])
     for other in again, unsaid:
-        found = adapters_of(other)
-        assert all(torch.equal(tensor, found[name]) for name, tensor in adapters_of(run).items())
+        assert_same_weights(run, other)
     bare = replace(no_lora(unsaid), folder=str(tmp_path / "bare"))
     with pytest.raises(UnsupportedError, match=r"model\.lora: missing.*a plain checkpoint"):
         train(bare, reporter=Quiet())
-
-
-def two_ranks(run: RunConfig) -> str:
-    with pytest.raises(UnsupportedError) as refused:
-        train(run, reporter=Quiet())
-    return str(refused.value)
-
-
-@pytest.mark.exhaustive
-def test_several_ranks_are_refused_before_any_text_is_read(tmp_path: Path) -> None:
-    run = qlora(tmp_path, "run", parallel=Parallel(data=2))
-    run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
-    for said in run_ranks(2, two_ranks, run):
-        assert "parallel: quantised weights need one device so far" in said
 
 
 def test_from_main_memory_they_are_the_resident_run(
@@ -196,15 +188,6 @@ def test_auto_plans_for_them_in_main_memory(tmp_path: Path) -> None:
     assert 0 <= ctx.weights.nbytes - held <= (256 + 16) * 5
 
 
-@pytest.mark.exhaustive
-def test_the_planner_plans_for_quantised_weights(tmp_path: Path) -> None:
-    run = qlora(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
-    train(run, reporter=Quiet())
-    predicted, measured = memory_of(tmp_path / "run")
-    assert abs(predicted - measured) < 0.02 * measured
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["quantize"] == "nf4"
-
-
 def test_a_run_file_is_planned_with_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,28 +209,6 @@ def test_a_run_file_is_planned_with_its_bytes(
     with pytest.raises(SystemExit):
         cli.main()
     assert "quantised weights need one device" in capsys.readouterr().err
-
-
-def test_verify_says_in_what_it_compares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(run_file(tmp_path / "run.yaml", qlora(tmp_path, "run")))
-    assert command(monkeypatch, "verify", path, "--context", "40", "--chunk", "12") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "dtype: float32 replaces float64, which quantised weights do not support" in said
-    assert "exact: 28 parameters in float32" in said
-    assert "in float64 with unpacked weights" in said
-
-
-def test_an_index_says_in_what_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, text = qlora(tmp_path, "run"), tmp_path / "long.txt"
-    text.write_text("to be or not to be " * 60)
-    path = str(run_file(tmp_path / "run.yaml", run))
-    given = ["--text", str(text), "-o", str(tmp_path / "keys"), "--dtype", "float64"]
-    assert command(monkeypatch, "index", path, *given) == 0
-    assert capsys.readouterr().out.startswith("dtype: float32 replaces float64, which")
 
 
 def no_lora(run: RunConfig) -> RunConfig:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from farspan.data.corpus import open_corpus
 from farspan.program.layout import Parallel
 from farspan.program.strategies import AUTO
 from farspan.spec import Schedule
-from farspan.train import setup
 from farspan.train import trainer as loop
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.yaml_config import to_mapping
@@ -30,12 +27,6 @@ from tests.train.tiny import MODEL, STEPS, Quiet, replaced, tiny_run
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-SHORT = (
-    r"tried to allocate 3 GiB. Other ranks are still within the step, .* with schedule: "
-    r"{chunk: 8}"
-)
 
 
 def a_run(root: Path, name: str) -> RunConfig:
@@ -91,27 +82,6 @@ def test_a_run_goes_on_after_a_fault(
     again = launch(root / "said", 2, fit, run, "nothing")
     assert [end.said for end in again] == [str(STEPS)] * 2, again
     assert outcome(root / name) == expected
-
-
-def noted_fit(run: RunConfig, fault: str) -> str:
-    quiet = Quiet()
-    step = loop.train(run, components=faulty_components(run.accumulate, fault), reporter=quiet).step
-    return f"{step}\n" + "\n".join(quiet.notes)
-
-
-@pytest.mark.exhaustive
-def test_a_named_schedule_that_ran_out_within_a_step_is_made_lighter(tmp_path: Path) -> None:
-    """Nobody could choose another one then: the next start does."""
-    run = a_run(tmp_path, "run")
-    first, _ = launch(tmp_path / "said", 2, noted_fit, run, "out of memory")
-    assert re.match(f"RankFailed: rank 1: out of memory .*{SHORT}", first.said), first
-    recorded = json.loads((Path(run.folder) / "shortage.json").read_text())
-    assert (recorded["fields"]["chunk"], recorded["out_of_memory"]) == (16, "device")
-    again, _ = launch(tmp_path / "said", 2, noted_fit, run, "nothing")
-    assert again.said.splitlines()[0] == str(STEPS), again
-    assert "resuming after step 2" in again.said
-    assert "schedule: grouped: chunk 8;" in again.said
-    assert "(memory ran out before: tried to allocate 3 GiB; less on the " in again.said
 
 
 LARGE = Schedule(chunk=48, groups=3, activation_save_fraction=1.0, attention_save_fraction=1.0)
@@ -170,22 +140,3 @@ def test_torchrun_starts_it_again(whole: tuple[Path, dict[str, Any]]) -> None:
     assert done.stdout.count("resuming after step 2 of 5") == 1
     assert done.stdout.count(f"{STEPS} steps done") == 1
     assert outcome(root / "torchrun") == expected
-
-
-def read_late(run: RunConfig) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-
-            def late(*given: Any, **named: Any) -> Any:
-                time.sleep(12.0)
-                return open_corpus(*given, **named)
-
-            patch.setattr(setup, "open_corpus", late)
-        return fit(run, "nothing")
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_reads_too_long_is_named_by_all(tmp_path: Path) -> None:
-    run = replace(a_run(tmp_path, "late"), parallel=Parallel(ulysses=2, timeout=5.0))
-    for end in launch(tmp_path / "said", 2, read_late, run):
-        assert end.said.startswith("RankFailed: rank 1: reading the data takes longer than"), end

@@ -1,11 +1,9 @@
 """A rank that is short of memory before a step: all ranks go on with the same lighter schedule."""
 
-import json
 from collections.abc import Container
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,23 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.distributed import failure as faults
-from farspan.distributed.run_context import DistributedContext
 from farspan.engine.step import Step
 from farspan.engine.tiers import Arena
 from farspan.planner.request import Question
-from farspan.program.layout import Layout, Parallel
+from farspan.program.layout import Parallel
 from farspan.program.strategies import AUTO
-from farspan.spec import Schedule, Tier, UnsupportedError
+from farspan.spec import Schedule
 from farspan.train import trainer as loop
 from farspan.train.config import RunConfig, ScheduleConfig
-from farspan.train.oom import NoScheduleFits, Shortage
-from farspan.train.planning import Choice
-from farspan.train.step_runner import StepRunner
+from farspan.train.oom import NoScheduleFits
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_components
 from tests.train.test_sharded_model import SHORT, a_run, lines_of
-from tests.train.tiny import Quiet, replaced
+from tests.train.tiny import Quiet, metrics, replaced
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +40,7 @@ def losses(run: RunConfig) -> list[dict[str, Any]]:
 
 def tried(run: RunConfig) -> list[dict[str, Any]]:
     """The schedules that came after those which ran out."""
-    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
-    return [x["schedule"] for x in map(json.loads, lines) if "out_of_memory" in x]
+    return [line["schedule"] for line in metrics(run) if "out_of_memory" in line]
 
 
 def whole(run: RunConfig) -> RunConfig:
@@ -156,33 +150,6 @@ def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path, names: tuple[st
         assert all(q.machine.host_bytes < GIB for q in asked), "what the shortest rank has"
 
 
-def refused(runs: list[RunConfig]) -> list[str]:
-    found = []
-    for run in runs:
-        with pytest.raises(NoScheduleFits) as error:
-            fit(run, range(99))
-        found.append(str(error.value))
-    return found
-
-
-@pytest.mark.exhaustive
-def test_where_nothing_lighter_is_left_all_say_the_same(tmp_path: Path) -> None:
-    runs = [
-        a_run(tmp_path, name, parallel=Parallel(shards=2), schedule=ScheduleConfig(name))
-        for name in (AUTO, "grouped")
-    ]
-    ours, theirs = run_ranks(2, refused, runs)
-    assert ours == theirs
-    for words, end in zip(
-        ours,
-        ("\nthen schedule: none fits ", "cannot be made smaller; shorten the context"),
-        strict=True,
-    ):
-        assert words.startswith("memory: ran out with\n  (1) grouped: chunk ")
-        assert "\n  (2) grouped: chunk " in words
-        assert end in words
-
-
 def starve(run: RunConfig, other: RunConfig) -> str:
     """A run that goes on with less in its second step; and what the other says, which has nothing
     left then."""
@@ -216,63 +183,6 @@ def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) 
     assert len(losses(run)) == 2
     (again,) = (note for note in said if note.startswith("out of memory"))
     assert "host memory of rank 1: an arena of" in again
-
-
-@pytest.mark.parametrize(
-    ("sharded_model", "less", "words"),
-    [
-        (
-            True,
-            SMALL,
-            "from the latest checkpoint with schedule: {groups: 1, attention_save_fraction: 0.0}",
-        ),
-        (True, None, "checkpoint (start more ranks: no schedule needs less memory)"),
-        (
-            False,
-            None,
-            "from the latest checkpoint with a smaller schedule, if there is one",
-        ),
-    ],
-)
-def test_advice_is_what_can_be_done(
-    tmp_path: Path, sharded_model: bool, less: Schedule | None, words: str
-) -> None:
-    """To a rank that runs out within a step."""
-    none: Any = None
-    ctx: Any = SimpleNamespace(
-        run=a_run(tmp_path, "run"),
-        model=None,
-        sharded_model=SimpleNamespace(spec=SimpleNamespace(layers=(None,) * 3))
-        if sharded_model
-        else None,
-        device=torch.device("cpu"),
-        world=DistributedContext(torch.device("cpu")),
-        components=replaced(schedule_of=lambda *_: LARGE),
-    )
-    written: list[dict[str, Any]] = []
-    folder: Any = SimpleNamespace(write_shortage=written.append)
-
-    def lighter(before: Choice, _: Shortage) -> Choice:
-        if less is None:
-            raise UnsupportedError("schedule: nothing can be made smaller")
-        return replace(before, schedule=less)
-
-    policy: Any = SimpleNamespace(lighter=lighter)
-    runner = StepRunner(ctx, policy, none, folder, none)
-    runner._choice = Choice("grouped", LARGE)
-    said = str(runner._leave(Shortage(Tier.HOST, "no memory", of_all=False)))
-    assert said.endswith(words)
-    assert [line["strategy"] for line in written] == ["grouped"]
-
-
-def test_groups_of_a_pipeline_are_said_to_be_its_stages(tmp_path: Path) -> None:
-    sharded_model: Any = SimpleNamespace(
-        ranks=SimpleNamespace(layout=Layout(pipeline=2)), spec=SimpleNamespace(layers=(None,) * 3)
-    )
-    ctx: Any = SimpleNamespace(sharded_model=sharded_model, run=a_run(tmp_path, "run"))
-    none: Any = None
-    runner = StepRunner(ctx, none, none, none, none)
-    assert "groups of 1 + 2 layers;" in runner._described(Choice("grouped", Schedule(48, 3)))
 
 
 def tensor_of(line: dict[str, Any]) -> Tensor:

@@ -1,4 +1,5 @@
-"""The recipes of `examples` that train a real model, here with a tiny one in its place."""
+"""The folders of `examples` do what their READMEs say; those that train a real model have a tiny
+one in its place here."""
 
 import json
 import runpy
@@ -184,6 +185,58 @@ def _train_in(folder: Path, given: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         farspan("train", "run.yaml", *given)
+
+
+def pages(root: Path) -> None:
+    """The first lines of some pages, beside the examples."""
+    for name in ("how-to/trainers", "how-to/sparse", "explanation/design"):
+        copy = root / "docs" / f"{name}.md"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((EXAMPLES.parent / "docs" / f"{name}.md").read_text()[:3000])
+
+
+def test_pairs_are_learnt(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = examples / "dpo"
+    monkeypatch.chdir(folder)
+    runpy.run_path("make_pairs.py")["main"](folder)
+    cache = ["--set", f"data.cache={folder}/cache"]
+    short = ["--set", "steps=8", "--set", "evaluation.every=8", "--set", "evaluation.on_start=true"]
+    said = farspan("train", "run.yaml", *cache, *short)
+    assert "pairs: 300, of 68 to 96 tokens" in said
+    assert "loss: dpo, reference stored" in said
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    first, last = (line for line in lines if "heldout_loss" in line)
+    assert (first["heldout_accuracy"], first["heldout_margin"]) == (0.0, 0.0)
+    assert last["heldout_accuracy"] > 0.9
+    shown = farspan("data", "run.yaml", *cache)
+    assert " chosen: 4" in shown
+    assert "  read    Bring me " in shown
+
+
+def test_pages_are_evaluated(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples / "evaluate")
+    pages(examples.parent)
+    farspan("train", "run.yaml", *flags(examples))
+    given = ["--text", "../../docs/*/*.md", "--context", "512", "--picture", "loss.svg"]
+    said = farspan("evaluate", "run", *given)
+    for words in ("loss by position", "../../docs/how-to/trainers.md", "hidden sentences: "):
+        assert words in said
+    assert Path("loss.svg").read_text().startswith("<svg ")
+
+
+def test_a_student_learns_from_a_teacher(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples / "distill")
+    pages(examples.parent)
+    farspan("train", "teacher.yaml", *flags(examples))
+    assert "loss: distill" in farspan("train", "run.yaml", *flags(examples))
+    assert len(losses(Path("student"))) == 2
+
+
+def test_adapters_drop(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples / "adapters")
+    pages(examples.parent)
+    farspan("train", "run.yaml", *flags(examples))
+    assert json.loads(Path("run/model/adapter_config.json").read_text())["lora_dropout"] == 0.05
 
 
 def test_settings_in_the_readmes_fit_their_run_files() -> None:

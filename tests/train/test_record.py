@@ -9,11 +9,11 @@ import pytest
 from farspan.engine.step import Step
 from farspan.formatting import without_home
 from farspan.program.work import WorkKind
-from farspan.train.config import OptimizerConfig, RunConfig
+from farspan.train.config import RunConfig
 from farspan.train.record import HIDDEN, UPDATE, command_text
 from farspan.train.trainer import train
-from tests.train.test_engine import SCHEDULE, interrupted, metrics
-from tests.train.tiny import Quiet, fit, replaced, tiny_run
+from tests.train.test_engine import SCHEDULE, interrupted
+from tests.train.tiny import Quiet, fit, metrics, replaced, tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +78,6 @@ def test_seconds_by_kind_of_work_are_within_the_step(run: RunConfig) -> None:
     assert set(seconds["parts"]) <= {*WorkKind, UPDATE}
     assert {WorkKind.FORWARD, WorkKind.BACKWARD, WorkKind.HEAD, UPDATE} <= set(seconds["parts"])
     assert 0.2 * seconds["total"] < sum(seconds["parts"].values()) <= seconds["total"]
-
-
-def test_a_run_of_one_step_is_recorded_too(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, schedule=SCHEDULE, steps=1, optimizer=OptimizerConfig(warmup=0))
-    train(run, reporter=Quiet())
-    found = written(run, "step.json")
-    assert (found["seconds"]["step"], found["seconds"]["metered"]) == (1, True)
-    assert found["memory"]["step"] == 1
 
 
 def test_each_part_of_a_run_is_written_down(tmp_path: Path) -> None:

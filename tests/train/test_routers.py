@@ -14,10 +14,9 @@ from farspan.spec import UnsupportedError
 from farspan.train.config import DType, ModelConfig, RunConfig
 from farspan.train.plan_run import question_of_run
 from farspan.train.trainer import train
-from tests.train.test_loop import metrics
 from tests.train.test_losses import a_run
 from tests.train.test_ranks import WIDE
-from tests.train.tiny import Quiet, tiny_run
+from tests.train.tiny import Quiet, metrics, tiny_run
 
 EXPERTS = WIDE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 16, "tie_word_embeddings": False}

@@ -12,7 +12,7 @@ import textwrap
 import tokenize
 import typing
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -206,31 +206,6 @@ def test_folders_are_named_as_the_page_says(tmp_path: Path) -> None:
     path = tmp_path / "first.yaml"
     path.write_text("{model: {path: a}, data: {}}")
     assert load_run(path).folder == GIVEN["folder"].replace("<name of the file>", "first")
-
-
-@dataclass
-class Commented:
-    # Above,
-    # in two lines.
-    above: int = 1
-    behind: int = 2  # behind it
-    none: int = 3
-
-
-def test_comments_are_found_above_and_behind() -> None:
-    assert comments(Commented) == {
-        "above": "Above, in two lines.",
-        "behind": "behind it",
-        "none": "",
-    }
-
-
-def test_a_section_without_a_place_is_named() -> None:
-    text = PAGE.read_text("utf-8").replace(OPENING.format("keys hub"), "")
-    with pytest.raises(
-        ValueError, match=r"no table of the keys of hub: .* <!-- table keys hub -->"
-    ):
-        tables(text)
 
 
 if __name__ == "__main__":

@@ -39,15 +39,6 @@ def without_text(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
             {"model": ModelConfig(config={**MODEL, "attention_dropout": 0.1})},
             "dropout 0.1 at .*attention_dropout",
         ),
-        (
-            {
-                "model": ModelConfig(
-                    config=MODEL,
-                    overrides={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-                )
-            },
-            "rope_type: 'dynamic' depends on the longest position",
-        ),
     ],
 )
 def test_what_needs_no_weights_is_checked_before_text_is_read(
@@ -73,23 +64,6 @@ def test_a_hub_name_and_a_folder_of_the_user_are_taken(
     assert resolve(replace(run, model=ModelConfig(path="owner/name"))).model.path == "owner/name"
     found = resolve(replace(run, model=ModelConfig(path="~/mine")))
     assert found.model.path == found.data.tokenizer == str(tmp_path / "mine")
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_code_that_comes_with_a_tokenizer_is_trusted_as_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
-) -> None:
-    asked: list[bool] = []
-
-    def load(name: str, trust_remote_code: bool, revision: str | None) -> Any:  # noqa: ARG001
-        asked.append(trust_remote_code)
-        raise UnsupportedError(name)
-
-    monkeypatch.setattr(setup, "load_tokenizer", load)
-    run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, trust_remote_code=trusted))
-    with pytest.raises(UnsupportedError, match="bytes"):
-        train(run, reporter=Quiet())
-    assert asked == [trusted]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ read by any other number of ranks."""
 
 import json
 import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from farspan.data.tokenizers import BYTES
@@ -37,9 +35,8 @@ from farspan.train.context import RunContext
 from tests.checkpoint.saved import saved_tensors
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
-from tests.train.fused import Moment, components_with
 from tests.train.planner import planned_components
-from tests.train.tiny import MODEL, Quiet, tiny_run
+from tests.train.tiny import MODEL, Quiet, metrics, tiny_run, weights
 
 pytestmark = pytest.mark.slow
 
@@ -77,12 +74,7 @@ def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
 
 def lines_of(run: RunConfig) -> list[dict[str, Any]]:
     named = ("step", "loss", "grad_norm", "heldout_loss", "tokens")
-    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
-    return [{key: line[key] for key in named if key in line} for line in map(json.loads, lines)]
-
-
-def model_of(run: RunConfig) -> dict[str, torch.Tensor]:
-    return load_file(Path(run.folder) / "model" / "model.safetensors")
+    return [{key: line[key] for key in named if key in line} for line in metrics(run)]
 
 
 def states_of(run: RunConfig) -> dict[str, torch.Tensor]:
@@ -97,7 +89,7 @@ def same_run(run: RunConfig, other: RunConfig) -> None:
         for key in ours:
             found, wanted = (torch.tensor(one[key], dtype=torch.float64) for one in (ours, theirs))
             assert relative_error(found, wanted) <= EXACT, (run.folder, ours["step"], key)
-    for of in (model_of, states_of):
+    for of in (weights, states_of):
         tensors, expected = of(run), of(other)
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
@@ -140,7 +132,7 @@ def fit_all(runs: list[RunConfig]) -> list[tuple[int, int]]:
 def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> None:
     """The same updates, clipped by the norm of all pieces; and so many bytes on each rank."""
     alone = a_run(tmp_path, "alone", **SHORT)
-    [(weights, states)] = fit_all([alone])
+    [(whole, states)] = fit_all([alone])
     saved = load_model(config=WIDE, dtype=torch.float64, seed=alone.seed)
     saved.save_pretrained(tmp_path / "saved")
     of_a_folder = ModelConfig(path=str(tmp_path / "saved"), dtype=DType.FLOAT64)
@@ -158,21 +150,20 @@ def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> N
     )
     for run in runs.values():
         same_run(run, alone)
-        lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
-        first = next(json.loads(line) for line in lines if "memory_predicted_bytes" in line)
+        first = next(line for line in metrics(run) if "memory_predicted_bytes" in line)
         expected, found = (first[f"memory_{how}_bytes"] for how in ("predicted", "measured"))
         # Each of gloo's threads may hold what it summed last until it is awake again.
         late = GLOO_THREADS * summed if run is runs["tensor"] else 0
         # Of a stage not all gradients are there yet when its cells hold most.
         assert (found - late) / 1.01 <= expected <= 1.25 * found, (run.folder, expected, found)
     assert min(norm for line in lines_of(alone) for norm in [line.get("grad_norm", 9)]) > CLIP
-    uncut = sum(t.nbytes for name, t in model_of(alone).items() if "proj" not in name)
-    counters = 4 * len(model_of(alone))  # a scalar a weight and rank, whatever is cut
-    assert held["ulysses"] == ((weights / 2, (states + counters) / 2),) * 2
-    assert [pair[0] for pair in held["replicas"]] == [weights / 2] * 2
-    assert [pair[0] for pair in held["tensor"]] == [(weights + uncut) / 2] * 2
-    assert sum(pair[0] for pair in held["pipeline"]) == weights
-    assert held["whole"] == ((weights, states),) * 2
+    uncut = sum(t.nbytes for name, t in weights(alone).items() if "proj" not in name)
+    counters = 4 * len(weights(alone))  # a scalar a weight and rank, whatever is cut
+    assert held["ulysses"] == ((whole / 2, (states + counters) / 2),) * 2
+    assert [pair[0] for pair in held["replicas"]] == [whole / 2] * 2
+    assert [pair[0] for pair in held["tensor"]] == [(whole + uncut) / 2] * 2
+    assert sum(pair[0] for pair in held["pipeline"]) == whole
+    assert held["whole"] == ((whole, states),) * 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline" / "model")
 
 
@@ -187,97 +178,6 @@ def test_four_ranks_of_several_axes_are_one_process(tmp_path: Path) -> None:
     run_ranks(4, fit_all, runs)
     for run in runs:
         same_run(run, alone)
-
-
-def stopped(run: RunConfig, step: int) -> int:
-    """Where a run ends that a signal comes to, at the end of the `step`-th step from where it goes
-    on."""
-
-    def signalled(moment: Moment) -> None:
-        if (moment.rank, moment.step, moment.last) == (0, step, True):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    result = loop.train(
-        run, components=components_with(run.accumulate, signalled), reporter=Quiet()
-    )
-    assert result.exit_code == 128 + signal.SIGTERM
-    return result.step
-
-
-def begin(whole: RunConfig, begun: list[RunConfig]) -> list[int]:
-    fit(whole)
-    return [stopped(run, 1) for run in begun]
-
-
-def end(runs: list[RunConfig]) -> None:
-    for run in runs:
-        fit(run)
-
-
-@pytest.mark.exhaustive
-def test_runs_go_on_with_other_ranks(tmp_path: Path) -> None:
-    """From rows to slices of tensor and from these, by way of one process, to stages; and in the
-    same layout, to the same bits."""
-    whole = a_run(tmp_path, "whole", parallel=Parallel(ulysses=2))
-    again = replace(whole, folder=str(tmp_path / "again"))
-    rows = replace(whole, folder=str(tmp_path / "rows"))
-    slices = a_run(tmp_path, "slices", parallel=Parallel(tensor=2))
-    assert run_ranks(2, begin, whole, [again, rows, slices]) == [[1] * 3] * 2
-    assert stopped(replace(slices, parallel=None), 2) == 2
-    moved = [
-        replace(rows, parallel=slices.parallel),
-        replace(slices, parallel=Parallel(pipeline=2)),
-    ]
-    run_ranks(2, end, [again, *moved])
-    for run in moved:
-        same_run(run, whole)
-    assert lines_of(again) == lines_of(whole)
-    found, wanted = model_of(again), model_of(whole)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert files_of(again) == files_of(whole)
-
-
-def files_of(run: RunConfig) -> dict[str, bytes]:
-    """The tensors of the last checkpoint: the rest says which run it is."""
-    folder = Path(run.folder) / "checkpoints" / f"step-{STEPS:08d}"
-    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
-
-
-def damaged(run: RunConfig) -> list[str]:
-    """What is said when the latest checkpoint cannot be read, and when none can."""
-    latest, number = Path(run.folder) / "checkpoints" / f"step-{STEPS:08d}", dist.get_rank()
-    said = Quiet()
-    before = files_of(run)
-    dist.barrier()
-    cut_off(latest, number)
-    loop.train(run, reporter=said)
-    assert files_of(run) == before
-    for folder in latest.parent.glob("step-*"):
-        cut_off(folder, number)
-    with pytest.raises(UnsupportedError) as refused:
-        loop.train(run, reporter=Quiet())
-    return [*(note for note in said.notes if "instead" in note), str(refused.value)]
-
-
-def cut_off(folder: Path, number: int) -> None:
-    """The end of what rank 1 wrote is lost."""
-    if number == 0:
-        path = folder / "rank-00001.safetensors"
-        path.write_bytes(path.read_bytes()[:-1])
-    dist.barrier()
-
-
-@pytest.mark.exhaustive
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
-    run_ranks(2, fit_all, [run])
-    before = lines_of(run)
-    first, second = run_ranks(2, damaged, run)
-    assert "step-00000003/rank-00001.safetensors: " in first[0]
-    assert first[0].endswith(f"resuming from {run.folder}/checkpoints/step-00000002 instead")
-    assert first[1] == second[-1]
-    assert "truncated or changed; move this folder away" in first[1]
-    assert lines_of(run) == before
 
 
 def on_disks_of_their_own(run: RunConfig) -> str:

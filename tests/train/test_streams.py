@@ -13,7 +13,7 @@ from farspan.spec import LossKind, Reference, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig
 from tests.ranks import run_ranks
 from tests.train.test_ranks import a_run, fit_all, same_run
-from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, fit, tiny_run
+from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, fit, metrics, tiny_run
 
 
 def streamed(root: Path, **changes: Any) -> RunConfig:
@@ -81,8 +81,7 @@ def test_an_id_beyond_the_vocabulary_is_named_before_its_step(tmp_path: Path) ->
     words = rf"input_ids of {path} go up to 257, but the model embeds only 257.*\({path}:8\)"
     with pytest.raises(UnsupportedError, match=words):
         fit(replace(run, data=data))
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert {json.loads(line)["step"] for line in lines} >= {1, 2}
+    assert {line["step"] for line in metrics(run)} >= {1, 2}
 
 
 def test_stored_references_refuse_a_stream() -> None:
@@ -93,14 +92,3 @@ def test_stored_references_refuse_a_stream() -> None:
     frozen = LossConfig(LossKind.DPO, reference=Reference.FROZEN)
     for loss in (frozen, LossConfig(LossKind.ORPO)):
         assert RunConfig(model=model, data=data, loss=loss).data.streaming
-
-
-def test_orpo_trains_on_a_stream_of_pairs(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    rows = [{"prompt": f"{n}?", "chosen": f"{n} yes", "rejected": "no" * 5} for n in range(30)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = streamed(tmp_path)
-    data = DataConfig(path=str(path), streaming=True, window="90B", cache=str(tmp_path / "cache"))
-    run = a_run(tmp_path, "pairs", data=data, loss=LossConfig(LossKind.ORPO), steps=3)
-    fit_all([run])
-    assert len(json.loads((tmp_path / "pairs" / "windows.json").read_text())["0"]) > 2

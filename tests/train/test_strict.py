@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, text
 
 from farspan.spec import UnsupportedError
-from farspan.train.yaml_config import build, flatten, read_mapping, to_mapping, write_mapping
+from farspan.train.yaml_config import build, read_mapping, to_mapping, write_mapping
 
 WRITTEN = none() | booleans() | integers() | floats(allow_nan=False) | text()
 
@@ -108,10 +108,6 @@ def test_whatever_is_not_expected_is_refused(text: str, message: str) -> None:
         load(text)
 
 
-def test_an_empty_file_is_an_empty_mapping() -> None:
-    assert read_mapping("", "run.yaml") == {}
-
-
 def test_a_merged_mapping_gives_what_is_not_given() -> None:
     text = "inner: &base {rate: 2, pair: [1, 2]}\nextra: {<<: *base, rate: 3}\ncount: 1"
     made = load(text)
@@ -138,10 +134,6 @@ def test_numbers_are_those_of_today_and_dates_are_text() -> None:
 def test_what_is_written_reads_back_as_itself(values: dict[str, Any]) -> None:
     written = write_mapping(values)
     assert read_mapping(written, "run.yaml") == yaml.safe_load(written) == values
-
-
-def test_leaves_have_paths() -> None:
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
 
 
 def test_a_written_file_reads_as_a_person_would_write_it() -> None:

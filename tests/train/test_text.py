@@ -17,6 +17,7 @@ from farspan.train.trainer import train
 from tests.hf.test_text import KINDS, fields
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
+from tests.train.test_ranks import fit_all
 from tests.train.tiny import Quiet, tiny_run
 
 
@@ -44,11 +45,6 @@ def a_run(base: Path, name: str, **changes: Any) -> RunConfig:
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def fit_all(runs: list[RunConfig]) -> None:
-    for run in runs:
-        train(run, reporter=Quiet())
 
 
 def test_the_text_alone_changes(base: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from farspan import cli
@@ -25,8 +24,8 @@ from farspan.train.record import StepRecorder
 from farspan.train.trainer import train
 from tests.ranks import run_ranks
 from tests.report.test_timeline import planned
-from tests.train.test_engine import SCHEDULE, metrics
-from tests.train.tiny import Quiet, tiny_run
+from tests.train.test_engine import SCHEDULE
+from tests.train.tiny import Quiet, assert_same_weights, metrics, tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +51,7 @@ def test_the_second_step_is_drawn_and_nothing_else_changes(
     run = replace(plain, folder=str(tmp_path / "run"))
     train(run, reporter=quiet, trace=file)
     assert losses(run) == losses(plain)
-    ours, theirs = (
-        load_file(Path(one.folder) / "model" / "model.safetensors") for one in (run, plain)
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(run, plain)
 
     trace = json.loads(file.read_text())
     about, events = trace["otherData"], events_of(trace)

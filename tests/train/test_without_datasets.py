@@ -1,6 +1,5 @@
 """`datasets` is needed by runs that read one, and by nothing else."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,21 +11,7 @@ from farspan.cli import USAGE
 from tests.distributed.launched import launch
 from tests.train.tiny import MODEL as TINY
 
-ROOT = Path(__file__).resolve().parents[2]
-# In an interpreter of its own: here the library may be imported already.
-WITHOUT = "import sys\nsys.modules['datasets'] = None\nsys.path.insert(0, {source!r})\n"
-COLLECT = """
-import pytest
-asked = "-m gpu -W default --collect-only -q -p no:cacheprovider"
-sys.exit(pytest.main(asked.split()))
-"""
 MODEL = TINY | {"eos_token_id": 256}
-
-
-def without(script: str) -> subprocess.CompletedProcess[str]:
-    text = WITHOUT.format(source=str(ROOT / "src")) + script
-    command = [sys.executable, "-c", text]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
 
 def run_file(folder: Path, data: dict[str, str]) -> str:
@@ -70,13 +55,3 @@ def test_the_command_line_does_without_it(tmp_path: Path) -> None:
     assert done.said == str([0, 0, USAGE]), done
     assert "data.source: dataset needs the package datasets" in done.errors
     assert "Traceback" not in done.errors
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_tests_of_a_gpu_are_collected_without_it() -> None:
-    """As docs/evidence/performance.md has the command, on a machine that has no `datasets`."""
-    done = without(COLLECT)
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "errors" not in done.stdout
-    assert "tests/engine/test_arena.py" in done.stdout

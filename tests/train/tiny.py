@@ -1,12 +1,15 @@
 """A run that takes a fraction of a second: a tiny model, a few documents, a plain autograd step."""
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -204,6 +207,16 @@ def fit(
     return train(run, components=tiny_components(hook), reporter=reporter or Quiet())
 
 
+def signalled(calls: int, signum: signal.Signals = signal.SIGTERM) -> Hook:
+    """A signal comes in the batch after so many."""
+
+    def hook(step: TinyStep, done: int) -> None:
+        if done == calls and step.progress is not None:
+            os.kill(os.getpid(), signum)
+
+    return hook
+
+
 class Stopped(Exception):
     """Raised by `Stopping`."""
 
@@ -218,6 +231,26 @@ class Stopping(Quiet):
     def begin(self, step: int) -> None:
         if step == self.step:
             raise Stopped
+
+
+def metrics(run: RunConfig) -> list[dict[str, Any]]:
+    """The lines of its metrics.jsonl."""
+    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def weights(run: RunConfig) -> dict[str, Tensor]:
+    """Of the model that it exported, or of its adapters."""
+    (path,) = (Path(run.folder) / "model").glob("*model.safetensors")
+    return load_file(path)
+
+
+def assert_same_weights(run: RunConfig, other: RunConfig) -> None:
+    """Bit by bit."""
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
 
 
 def memory_of(folder: Path) -> tuple[int, int]:
