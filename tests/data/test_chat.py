@@ -192,19 +192,6 @@ def test_a_chat_that_cannot_be_read_is_refused(
         build(template, chat)
 
 
-def test_a_template_of_one_s_own_is_taken(build: Build, tmp_path: Path) -> None:
-    path = tmp_path / "own.jinja"
-    path.write_text(MARKED)
-    text, spoken = read(build(REWRITING, CHAT, chat_template=str(path)))
-    assert spoken == masked(text, "ho$", "yes$")
-    with pytest.raises(UnsupportedError, match=r"none\.jinja: cannot be read"):
-        build(TURNS, CHAT, chat_template=str(tmp_path / "none.jinja"))
-
-
-def test_another_template_gives_another_store(build: Build) -> None:
-    assert build(TURNS, CHAT).identity != build(NO_END, CHAT).identity
-
-
 def test_chats_need_a_template(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": CHAT}))
@@ -316,7 +303,6 @@ def test_what_sharegpt_does_not_say_is_refused(
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 LARGE = "{{ 'x' * 4000000000 }}"
-GROWING = "{% set n = namespace(t='x' * 1000) %}{% for a in range(60) %}{% set n.t = n.t + n.t %}"
 # One operation, in which Python handles no signal.
 POWER = "{% set n = messages | length + 4 %}{{ (n ** (n ** n)) % 7 }}"
 
@@ -327,7 +313,6 @@ POWER = "{% set n = messages | length + 4 %}{{ (n ** (n ** n)) % 7 }}"
         (ENDLESS, r"takes more than 0\.5 s of CPU; leave this record out"),
         (POWER, r"takes more than 0\.5 s of CPU"),
         (LARGE, "needs more than 512 MiB; leave this record out"),
-        (GROWING + "{% endfor %}{{ n.t }}", "needs more than 512 MiB"),
     ],
 )
 def test_a_template_has_limits(
@@ -343,10 +328,3 @@ def test_a_template_has_limits(
     assert sum(os.times()[:4]) - begin < token_cache.CPU_SECONDS + 1
     gc.collect()  # the reading that was given up
     assert set(psutil.Process().children()) <= before
-
-
-def test_what_a_template_raises_comes_from_its_process(build: Build) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"line 1: the chat template cannot render field 'mess.*: no"
-    ):
-        build("{{ raise_exception('no') }}", CHAT)

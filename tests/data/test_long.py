@@ -169,7 +169,7 @@ def test_a_text_takes_less_memory_than_four_times_its_bytes(tmp_path: Path, line
     path = tmp_path / "a.txt"
     data = line.encode() * 1000
     with path.open("wb") as file:
-        for _ in range((64 << 20) // len(data)):
+        for _ in range((32 << 20) // len(data)):
             file.write(data)
     assert peak(partial(corpus, path, "cache", ByteTokenizer())) < 2 * path.stat().st_size
 

@@ -169,7 +169,6 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
         ({"prompt": "", "chosen": "", "rejected": "c"}, {}, "an answer has no token to train"),
         (PAIRS[0], {"packing": "cut"}, "data.packing: cut would divide pairs"),
         (PAIRS[0], {"loss": "all"}, "trains only answers"),
-        (PAIRS[0], {"context": 14}, "1 of 1 pairs are longer than the context of 14 tokens"),
         (PAIRS[0], {"context": 14}, "pairs.jsonl:1, has 15 tokens; raise context"),
     ],
 )

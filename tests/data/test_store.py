@@ -74,14 +74,6 @@ def test_the_second_opening_reads_the_cache(tmp_path: Path) -> None:
     assert first.digest != open_quietly(Texts(["one", "three"]), tmp_path).digest
 
 
-def test_the_digest_tells_texts_of_one_length_apart(tmp_path: Path) -> None:
-    digests = {
-        open_quietly(Texts(texts), tmp_path).digest
-        for texts in (["one", "two"], ["two", "one"], ["onet", "wo"])
-    }
-    assert len(digests) == 3
-
-
 def test_many_batches_are_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"text {number} " * (number % 5 + 1) for number in range(50)]
     whole = open_quietly(Texts(texts), tmp_path / "a")
@@ -114,25 +106,6 @@ def test_a_damaged_cache_is_written_anew(tmp_path: Path, name: str) -> None:
     (path,) = tmp_path.glob(f"*/{name}")
     path.write_bytes(path.read_bytes()[:-3])
     assert open_quietly(source, tmp_path).digest == digest
-    assert source.reads == 2
-
-
-@pytest.mark.parametrize("cut", [slice(-1), slice(None)])
-def test_marks_of_other_tokens_are_written_anew(tmp_path: Path, cut: slice) -> None:
-    """A file that is whole, but of another shape than the tokens."""
-
-    def open_again() -> TokenStore:
-        form = PromptForm(TEXT, TEXT, everything=False)
-        return open_store(source, form, ByteTokenizer(), tmp_path, lambda *_: None)
-
-    source = Texts(["one", "two"])
-    trained = open_again().trained
-    assert trained is not None
-    (path,) = tmp_path.glob("*/trained.npy")
-    np.save(path, trained[cut] if cut.stop else trained[:, None])
-    again = open_again()
-    assert again.trained is not None
-    assert again.trained.shape == again.tokens.shape
     assert source.reads == 2
 
 
@@ -384,18 +357,6 @@ def test_another_entry_under_this_name_is_made_anew(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     other.rename(folder)
     assert document(open_quietly(source, tmp_path), 0) == "one"
-
-
-def test_an_entry_without_digests_is_made_anew(tmp_path: Path) -> None:
-    """Of an earlier version."""
-    source = Texts(["one", "two"])
-    digest = open_quietly(source, tmp_path).digest
-    (path,) = tmp_path.glob("*/meta.json")
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in meta.items() if k not in ("seal", "bytes")}))
-    path.with_name("blocks.npy").unlink()
-    assert open_quietly(source, tmp_path).digest == digest
-    assert source.reads == 2
 
 
 def test_an_entry_is_private_and_on_the_disk_before_it_has_its_name(

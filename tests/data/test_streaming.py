@@ -16,9 +16,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from farspan.cli import app
 from farspan.data.config import DataConfig, PackingKind, SourceKind, WeightedSource
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.packing import Packing
@@ -270,14 +268,6 @@ def test_held_out_documents_of_the_first_window_never_train(rows: Path) -> None:
     assert not held & set(trained)
 
 
-def test_documents_held_out_elsewhere_are_read_whole(rows: Path) -> None:
-    other = rows.with_name("other.jsonl")
-    other.write_bytes(lines(60).replace(b".", b"-"))
-    corpus = opened(rows, held_out_path=str(other))
-    assert corpus.held_out is not None
-    assert corpus.held_out.kept.documents == 60
-
-
 def test_a_mixture_of_a_stream_and_a_whole_source_has_the_shares(rows: Path) -> None:
     whole = rows.with_name("whole.jsonl")
     whole.write_text("".join(json.dumps({"text": "w" * 63}) + "\n" for _ in range(9)))
@@ -416,22 +406,6 @@ def test_a_window_that_the_model_cannot_take_is_refused_by_name(rows: Path) -> N
 def test_what_is_said_in_vain_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         DataConfig(path="a.jsonl", **fields)
-
-
-def test_data_command_opens_the_first_window_alone(rows: Path) -> None:
-    run = rows.with_name("run.yaml")
-    text = f"""
-context: 64
-model: {{config: {{model_type: qwen2, vocab_size: 264, num_hidden_layers: 1}}}}
-data: {{path: {rows}, tokenizer: bytes, streaming: true, window: 2KiB, cache: {rows.parent}/c}}
-"""
-    run.write_text(text)
-    result = CliRunner().invoke(app, ["data", str(run)])
-    assert result.exit_code == 0, result.output
-    assert f"streamed: {rows} in windows of 2.0 KiB; the first has 69 documents," in result.output
-    assert "sequences of 64 tokens in the first window; none held out" in result.output
-    folders = [p.name for p in (rows.parent / "c").rglob("0*") if p.is_dir()]
-    assert folders == ["000000"]
 
 
 def test_chats_are_read_ahead_by_their_template(tmp_path: Path) -> None:
