@@ -94,8 +94,8 @@ ELSEWHERE = {
     "python -m benchmarks.gpu_allocator --out FILE": (
         "packages/farspan-memory/tests/test_gpu_allocator.py"
     ),
-    "python -m tests.standin farspan train run.yaml": "tests/test_standin.py",
-    "python -m tests.standin python -m pytest -m gpu -W default": "tests/test_standin.py",
+    "python -m tests.standin farspan train run.yaml": "with a PyTorch that is built for CUDA",
+    "python -m tests.standin python -m pytest -m gpu -W default": "the same",
     "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr 10.0.0.1 "
     "--master-port 29500 -m farspan train RUN.yaml": "tests/train/test_nodes.py",
     "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --master-addr 10.0.0.1 "

@@ -113,12 +113,13 @@ def tried(
     *commands: Command, depth: int = 0,
 ) -> None:  # fmt: skip
     """Each value of a file replaced by each odd one and read by one command in turn; with a `depth`
-    those down to there, by one odd value in turn. By default inner ones meet two in turn; where
-    examples are not cut, they meet each, and the outer ones are read by all commands."""
+    those down to there, by one odd value in turn. By default outer ones meet two in turn and inner
+    ones one; where examples are not cut, they meet each, and the outer ones are read by all
+    commands."""
     text, cut = (folder / name).read_text(), examples(WHOLE) < WHOLE
     for number, at in enumerate(places(before)):
-        few = depth or (len(at) > 1 and cut)
-        odds = [ODD[(number + n) % len(ODD)] for n in range(1 if depth else 2)] if few else ODD
+        count = len(ODD) if not (depth or cut) else 1 if depth or len(at) > 1 else 2
+        odds = [ODD[(number + n) % len(ODD)] for n in range(count)]
         for turn, odd in enumerate(odds if not depth or len(at) <= depth else ()):
             one = (commands[(number + turn) % len(commands)],)
             for command in one if cut or len(at) > 1 else commands:

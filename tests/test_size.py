@@ -289,17 +289,6 @@ def test_the_design_shows_the_budgets() -> None:
         assert row.endswith(f"| {now:,} | {goal:,} |")
 
 
-def test_lines_are_counted() -> None:
-    """`pytest -s` shows how much there is to read."""
-    print(f"\nlines of packages: {lines_by_package(code())}")
-    counts = dict.fromkeys((*FOLDERS, "packages"), 0)
-    for path, text in read_files().items():
-        counts[path.split("/")[0]] += len(text.splitlines())
-    parts = ", ".join(f"{folder} {lines}" for folder, lines in counts.items())
-    print(f"\nlines of Python: {sum(counts.values())} ({parts})")
-    assert counts["src"] > 0
-
-
 EXAMPLE = f"{SOURCE}example.py"
 
 

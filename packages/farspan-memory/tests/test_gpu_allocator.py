@@ -143,24 +143,11 @@ def check_installed(row: dict[str, Any], contender: Contender, requests: int) ->
         assert any(probe["stitches"] for probe in row["probes"])
 
 
-def test_a_child_that_fails_leaves_its_words() -> None:
-    made = run_child("benchmarks.gpu_allocator.mapping", {"nothing": 0}, 60)
-    assert made.ended == "failed"
-    assert "KeyError: 'total'" in made.words
-    assert made.rows == []
-
-
 def test_a_child_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "LEAST_SECONDS", 0.0)
     made = run_child("benchmarks.gpu_allocator.traces", {}, 0.05)
     assert made.ended == "timed out"
     assert run_child("no.module", {}, -1.0).ended == "not run"
-
-
-def test_rows_before_a_stop_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "rows"
-    file.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert read_rows(file) == [{"a": 1}, {"a": 2}]
 
 
 def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """One trace through several allocators: what is counted, and which capacity is the least."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,7 +13,6 @@ from farspan_memory.compare.allocators import (
     SimulatedOutOfMemory,
 )
 from farspan_memory.compare.compare import (
-    AS_GOOD,
     CACHING,
     EXPANDABLE,
     PLAN,
@@ -23,8 +21,6 @@ from farspan_memory.compare.compare import (
     STEP,
     STITCH_SECONDS,
     STITCHING,
-    AllocatorResult,
-    AllocatorRun,
     Contender,
     DriverCost,
     Served,
@@ -174,16 +170,6 @@ def test_the_step_is_fine_where_the_trace_is_small() -> None:
     assert compare(Trace((Malloc(0, 80 * 2**30),)), ()).step == STEP
 
 
-def test_a_trace_without_events_needs_nothing() -> None:
-    found = compare(Trace((), "empty"), MODELS)
-    assert [result.smallest.capacity for result in found.results] == [0, 0, 0]
-    assert [result.fragmentation(found.live_peak) for result in found.results] == [0.0, 0.0, 0.0]
-
-
-def test_marks_stand_where_they_stood() -> None:
-    assert compare(growing(2), ()).marks == ((1 / 6, "step 1"), (3 / 6, "step 2"))
-
-
 @pytest.mark.usefixtures("native")
 def test_stitching_is_the_native_code_and_fills_its_memory() -> None:
     """The least capacity is the live peak in whole chunks."""
@@ -244,33 +230,6 @@ def test_calls_for_tails_are_priced_as_calls_for_their_size() -> None:
         calls = dict(served.calls)
     assert calls[CREATE, 32 * MIB] == calls[MAP, 32 * MIB] == calls[ACCESS, 32 * MIB] == 2
     assert calls[CREATE, 2 * MIB] == calls[MAP, 2 * MIB] == calls[ACCESS, 2 * MIB] == 1
-
-
-@pytest.mark.usefixtures("native")
-def test_stitching_serves_no_bytes_and_says_when_it_is_full() -> None:
-    (rival,) = contenders((2 * MIB,))[2:]
-    assert run(rival, [(0, 0, 0), (0, -1, 0)], None).completed
-    assert not run(rival, [(0, 5 * MIB, 0)], 4 * MIB).completed
-
-
-def fake(name: str, capacity: int) -> AllocatorResult:
-    ran = AllocatorRun(capacity, True, capacity, 0, {}, 0.0, ())
-    return AllocatorResult(name, True, ran, ran, None)
-
-
-@pytest.mark.parametrize(("more", "as_good"), [(0, True), (10, True), (11, False)])
-def test_one_percent_of_the_live_peak_is_no_difference(more: int, as_good: bool) -> None:
-    assert AS_GOOD == 0.01
-    found = compare(Trace((Malloc(0, 1000),)), ())
-    assert found.expandable_as_good() is None
-    results = (
-        fake(EXPANDABLE, 1000 + more),
-        fake(f"{STITCHING}, 32 MiB", 1100),
-        fake(f"{STITCHING}, 2 MiB", 1000),
-    )
-    found = replace(found, results=results)
-    assert found.expandable_as_good() is as_good
-    assert found.to_json()["expandable_as_good"] is as_good
 
 
 def test_costs_are_those_of_the_table_and_of_the_run() -> None:
