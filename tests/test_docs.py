@@ -55,11 +55,14 @@ SMALLER = (
     (r"step-00000200", "step-00000002"),
     (r"--nproc-per-node \d", "--nproc-per-node 2"),
     (r"^(torchrun .*) run.yaml", r"\1 RUN.yaml"),  # which says how ranks share it
-    (r"(--optimizer host --host-memory 192GiB)$", r"\1 --strategy fpdt"),
+    (
+        r"(plan --model) Qwen2.5-7B --context 128K (.* --weights host .*)$",
+        r"\1 Qwen2.5-0.5B --context 16K \2 --strategy fpdt",
+    ),
     # The same question with one more file to write is on a page, too.
     (
         r"^farspan plan .*( --timeline step.json)( --snapshot step.pickle)?$",
-        r"farspan plan --model Qwen2.5-0.5B --context 16K --machine h200\1 --snapshot step.pickle",
+        r"farspan plan --model Qwen2.5-0.5B --context 4K --machine h200\1 --snapshot step.pickle",
     ),
     (r"(--context 64K --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),
 )

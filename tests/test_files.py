@@ -29,17 +29,6 @@ def test_the_version_is_one() -> None:
     assert re.search(rf"^#+ \[?{re.escape(VERSION)}\b", read("CHANGELOG.md"), re.MULTILINE)
 
 
-def test_the_citation_names_the_papers() -> None:
-    citation = yaml.safe_load(read("CITATION.cff"))
-    assert citation["license"] == PROJECT["license"]
-    assert len(citation["references"]) == 4
-    for paper in citation["references"]:
-        (number,) = (one["value"] for one in paper["identifiers"])
-        assert re.fullmatch(r"arXiv:\d{4}\.\d{5}", number)
-        assert 2000 + int(number[6:8]) <= paper["year"]
-        assert all(author.keys() == {"given-names", "family-names"} for author in paper["authors"])
-
-
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_issue_forms(path: Path) -> None:
     form: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))

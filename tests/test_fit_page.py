@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cluster, fit
 from benchmarks.cluster import Coarse
-from benchmarks.tables import DOCS, load
+from benchmarks.tables import load
 from farspan.planner.evaluate import evaluate, refuse_layout
 from farspan.planner.plans import named_schedule
 from farspan.planner.request import Fit
@@ -20,7 +20,6 @@ from farspan.program.strategies import STRATEGIES
 from farspan.spec import UnsupportedError
 
 ROOT = Path(__file__).parent.parent
-FIGURES = ("fit-longest", "fit-bytes", "cluster-longest", "cluster-mfu")
 # Slopes of bytes by hand leave out slots and what rounds to whole chunks.
 BY_HAND = 0.02
 
@@ -33,13 +32,6 @@ def planned() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, Any]:
     return load("cluster")
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_figures_are_there_and_shown(name: str) -> None:
-    drawn = ROOT / "docs" / "figures" / f"{name}.svg"
-    assert drawn.read_text(encoding="utf-8").lstrip().startswith("<?xml")
-    assert f"figures/{name}.svg" in (DOCS / "evidence/longest-contexts.md").read_text("utf-8")
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -87,21 +79,6 @@ def test_planned_steps_of_the_comparison_are_the_datas(planned: dict[str, Any]) 
     assert all(row["fits"] for row in planned["steps_on_host"])
     page = (ROOT / "docs" / "explanation" / "comparison.md").read_text(encoding="utf-8")
     assert fit.steps_table(planned) in page
-
-
-def test_farspan_reaches_as_far_as_any_strategy(planned: dict[str, Any]) -> None:
-    """The strategies' schedules are points of its space; only its coarse part was searched."""
-    for row in planned["longest"]:
-        reach = {name: cell["tokens"] for name, cell in row["strategies"].items() if cell}
-        if reach:
-            assert reach.get("grouped", 0) == max(reach.values()), (row["model"], row["machine"])
-
-
-def test_plans_fill_no_tier_over_its_size(planned: dict[str, Any]) -> None:
-    cells = [c for row in planned["longest"] for c in row["strategies"].values() if c]
-    assert len(cells) > 40
-    assert all(0 < cell["device_share"] <= 1 and 0 <= cell["host_share"] <= 1 for cell in cells)
-    assert all(0 < cell["mfu"] < 1 for cell in cells)
 
 
 @pytest.mark.parametrize("model", fit.SLOPES)

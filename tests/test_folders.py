@@ -38,7 +38,6 @@ from farspan.train.config import (
 from farspan.train.hub import push
 from farspan.train.observer import Reporter
 from farspan.train.origin import with_base
-from farspan.train.run_folder import RunFolder
 from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping, write_mapping
 from tests.train.tiny import Quiet, fit, tiny_run
@@ -270,19 +269,6 @@ def test_a_run_goes_on_in_the_folder_that_it_locked(tmp_path: Path) -> None:
             one, two = (Path(f) / "model" / "model.safetensors" for f in (folder, like))
             assert one.read_bytes() == two.read_bytes()
     assert shown("see /proc/self/fd/99999/x") == "see /proc/self/fd/99999/x"
-
-
-def test_an_error_names_the_folder_as_the_user_does(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-
-    def damaged() -> None:
-        with RunFolder(run) as folder:
-            assert folder.path != Path(run.folder)
-            raise UnsupportedError(f"{folder.path}/x: damaged")
-
-    with pytest.raises(UnsupportedError) as found:
-        damaged()
-    assert str(found.value) == f"{run.folder}/x: damaged"
 
 
 def test_a_run_folder_runs_no_code_of_its_own(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from farspan.formatting import (
     read_seconds,
     read_tokens,
     write_bytes,
-    write_count,
     write_seconds,
     write_tokens,
 )
@@ -88,14 +87,6 @@ def test_tokens_written_are_read_back(tokens: int) -> None:
 )
 def test_bytes_are_written(size: int, text: str) -> None:
     assert write_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [(5, "5 FLOP"), (999.6, "1 KFLOP"), (1.047e12, "1.05 TFLOP"), (7e17, "700 PFLOP")],
-)
-def test_counts_are_written(amount: float, text: str) -> None:
-    assert write_count(amount, "FLOP") == text
 
 
 @pytest.mark.parametrize(

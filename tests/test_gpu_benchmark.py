@@ -18,7 +18,7 @@ import torch
 from benchmarks.children import CONFIGURATION, Nursery, Outcome, Row, read_rows
 from benchmarks.gpu import child, session
 from benchmarks.gpu import planned as planned_with
-from benchmarks.gpu.device import make_model, peaks, reset_peaks
+from benchmarks.gpu.device import make_model
 from benchmarks.gpu.planned import (
     GROUPED,
     LESS_ROOM,
@@ -26,12 +26,10 @@ from benchmarks.gpu.planned import (
     Card,
     Ceilings,
     Planner,
-    ceilings_of,
     floor,
-    host_room,
     preset_for,
 )
-from benchmarks.gpu.session import Session, is_done, is_exact, is_headline
+from benchmarks.gpu.session import Session, is_exact, is_headline
 from benchmarks.gpu.steps import reserve
 from benchmarks.gpu.work import AUTO, SPARSE, STREAMED, Item, Place, Work, full, named, tiny
 from farspan import Step
@@ -202,20 +200,6 @@ def test_a_child_that_fails_is_recorded_and_repeated_by_the_next_run() -> None:
 
 
 @pytest.mark.usefixtures("h200")
-def test_no_plan_fills_the_machine() -> None:
-    record = simulate(510)
-    steps = [row for row in record["measurements"] if row["work"] == "step"]
-    assert steps
-    for row in steps:
-        reserve = machine("h200").reserve
-        assert row["room"] == ROOM
-        assert row["planned"]["device_bytes"] + reserve <= ROOM * machine("h200").device_bytes
-        assert row["planned"]["host_bytes"] <= 0.95 * 118 * GIB - 2 * GIB
-    assert host_room(118 * GIB) == pytest.approx(110.1 * GIB)
-    assert host_room(2 * GIB) == GIB
-
-
-@pytest.mark.usefixtures("h200")
 def test_what_runs_out_is_planned_once_more_with_less() -> None:
     name = PAIR[0]  # whose plan takes 93% of the device where it may
     record = simulate(510, full={name: int(0.85 * machine("h200").device_bytes)})
@@ -228,51 +212,12 @@ def test_what_runs_out_is_planned_once_more_with_less() -> None:
     assert set(SOME) == set(names_of(record))
 
 
-@pytest.mark.usefixtures("h200")
-def test_what_runs_out_twice_is_final() -> None:
-    name = PAIR[0]
-    first = json.loads(json.dumps(simulate(510, (name,), full={name: 0})))
-    (row,) = first["measurements"]
-    assert (row["out_of_memory"], row["room"], row["seconds"]) == (True, LESS_ROOM, None)
-    assert is_done(row)
-    # A run that ended between the two goes on with the second.
-    row |= {"room": ROOM, "planned": row["planned"] | {"schedule": {}}}
-    assert not is_done(row)
-    (row,) = simulate(60, (name,), first)["measurements"]
-    assert (row["child"]["ended"], row["room"]) == ("completed", LESS_ROOM)
-    assert row["ran_out_before"]["room"] == ROOM
-
-
-@pytest.mark.parametrize("given", [40 * GIB, None])
-def test_the_memory_that_is_given_stands_for_what_is_seen(
-    given: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "available_host_bytes", lambda: 30 * GIB)
-    record: Row = {"runs": [], "measurements": []}
-    clock: Any = Left(60)
-    made = Session(full(), "cpu", clock, record, lambda _: None, lambda _: None, host_memory=given)
-    made.run([])
-    found = record["runs"][0]["main_memory"]
-    assert found["given"] == given
-    assert found["total"] >= found["available"] > 0
-    made.plan_with([])
-    assert made.planner is not None
-    assert made.planner.machine.host_bytes == host_room(given or 30 * GIB)
-
-
 def test_without_ceilings_the_preset_of_the_gpu_plans() -> None:
     spec, words = preset_for(CARD)
     assert (spec.device_bytes, words) == (CARD.device_bytes, "preset h200")
     assert spec.rates == machine("h200").rates
     with pytest.raises(UnsupportedError, match="no preset is of NVIDIA L2; measure its ceilings"):
         preset_for(Card("NVIDIA L2", 24_000_000_000))
-
-
-def test_a_record_of_another_machine_is_not_gone_on_with() -> None:
-    record = {"machine": {"gpu": "another", "versions": {}}, "runs": [], "measurements": []}
-    with pytest.raises(UnsupportedError, match="it is of gpu another, here is NVIDIA H200"):
-        simulate(100, PAIR, record)
-    assert not record["runs"]
 
 
 @pytest.mark.usefixtures("h200")
@@ -285,21 +230,6 @@ def test_the_pair_has_two_steps_and_a_failure_replaces_none() -> None:
     before = json.loads(json.dumps(record))
     broken = simulate(100, PAIR, record, broken=PAIR)
     assert json.loads(json.dumps(broken["measurements"])) == before["measurements"]
-
-
-class Stopped(BaseException):
-    """The process is gone."""
-
-
-@pytest.mark.usefixtures("h200")
-def test_a_run_that_is_killed_leaves_the_name_of_what_it_began() -> None:
-    def killed(*_: object) -> Any:
-        raise Stopped
-
-    record: Row = {"runs": [], "measurements": []}
-    with pytest.raises(Stopped):
-        simulate(100, PAIR, record, _child=killed)
-    assert record["begun"] == PAIR[0]
 
 
 @pytest.mark.usefixtures("h200")
@@ -396,12 +326,6 @@ def test_floors_are_those_worked_out_by_hand(tokens: int, seconds: float) -> Non
     assert floor(question, Ceilings(790e12, 690e12, 575e12)) == pytest.approx(seconds, rel=0.01)
 
 
-def test_ceilings_are_the_best_rates_of_the_machine() -> None:
-    found = ceilings_of(planner().question(65536, 28))
-    assert 600e12 < found.linear < 990e12
-    assert found.backward < found.forward < found.linear
-
-
 # Heads as wide as the model's, seven to a K, V head as there, and little of everything else.
 NARROW = {
     **{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256},
@@ -458,21 +382,3 @@ def test_what_ran_out_is_told_apart(
     monkeypatch.setitem(child.WORKS, "step", lambda _: [].pop())
     with pytest.raises(IndexError):
         child.run({"device": "cpu", "work": "step", "rows": str(tmp_path / "rows")})
-
-
-def test_peaks_of_a_gpu_are_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset: list[int] = []
-    found = {
-        "reset_peak_memory_stats": lambda: reset.append(1),
-        "max_memory_allocated": lambda: 70,
-        "max_memory_reserved": lambda: 80,
-        "memory_reserved": lambda: 75,
-        "mem_get_info": lambda: (20, 100),
-    }
-    for name, answer in found.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-    reset_peaks("cuda")
-    assert reset == [1]
-    row = peaks("cuda")
-    assert (row["allocated"], row["reserved"], row["outside"]) == (70, 80, 5)
-    assert row["host"] > 2**20

@@ -154,13 +154,6 @@ def test_a_sparse_plan_says_that_it_approximates() -> None:
     assert not dense["hides"]
 
 
-def test_a_plan_says_that_it_is_for_adapters() -> None:
-    arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--lora")
-    for rank, words in ((4, "Qwen2.5-0.5B, lora 4, 8K tokens"), (0, "Qwen2.5-0.5B, 8K tokens")):
-        assert words in " ".join(call(*arguments, str(rank)).output.split())
-        assert json.loads(call(*arguments, str(rank), "--json").stdout)["lora"] == rank
-
-
 def test_a_sparse_plan_that_hides_nothing_says_so() -> None:
     """4K tokens in chunks of 4K, and 8K of chosen pages."""
     arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--sparse", "on")
@@ -359,19 +352,6 @@ def test_this_machine_cannot_be_measured_without_torch() -> None:
     assert outcome.returncode == 2
     assert outcome.stderr.startswith("farspan: machine: measuring this machine needs torch")
     assert "name a preset or a machine file" in outcome.stderr
-
-
-def test_what_is_measured_is_said_beside_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(progress: Any) -> Any:
-        progress("measuring quickly")
-        progress("matrix products")
-        raise UnsupportedError("enough")
-
-    monkeypatch.setattr("farspan.ask.load", lambda *_: measure)
-    outcome = call("plan", "--model", "Qwen2.5-0.5B", "--context", "8K")
-    assert "this machine: measuring quickly\n" in outcome.stderr
-    assert "products" not in outcome.stderr
-    assert outcome.stdout == ""
 
 
 @pytest.mark.parametrize("is_busy", [True, False])

@@ -15,7 +15,6 @@ from farspan.data.config import LossConfig
 from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import placements
-from farspan.planner.request import Plan, Question, Remedy
 from farspan.profile.catalog import presets
 from farspan.program.strategies import strategy
 from farspan.spec import (
@@ -160,21 +159,6 @@ def test_what_does_not_fit_as_written(file: Path) -> None:
     assert "the run:" not in words
     outcome = call(file, *little, "--strategy", "auto")
     assert outcome.exit_code == 0
-
-
-def test_what_helps_a_written_schedule_was_tried_with_any(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none_fits(asked: Question, *_: object) -> Plan:
-        remedies = Remedy("--gpus 2", True), Remedy("--lora 16", False)
-        return replace(evaluate(asked, "auto", Schedule()), remedies=remedies)
-
-    monkeypatch.setattr(plans, "best_plan", none_fits)
-    write(file, schedule={"strategy": "plain"}, optimizer={"states": "device"})
-    reserve = asked(file).question.machine.reserve
-    found = planned(file, "--device-memory", f"{reserve // 1024 + 1}KiB")["remedies"]
-    options = [remedy["options"] for remedy in found]
-    assert options == ["--gpus 2 --strategy auto", "--lora 16 --strategy auto"]
 
 
 @pytest.mark.usefixtures("few")
@@ -541,16 +525,6 @@ def test_groups_that_the_run_cannot_have_or_no_plan_is_of(
     write(file, parallel=parallel, schedule={"strategy": None, "groups": groups})
     with pytest.raises(UnsupportedError, match=message):
         asked(file).plan()
-
-
-@pytest.mark.exhaustive
-def test_a_schedule_written_otherwise_is_no_other(file: Path) -> None:
-    """Beside what the planner chose, whichever way its groups are written, stands nothing."""
-    chosen = asked(write(file, schedule={"strategy": "auto"})).plan().plan
-    sizes = chosen.schedule.group_sizes(4)
-    for groups in (sizes, max(sizes)):
-        schedule = replace(chosen.schedule, groups=groups)
-        assert plans.plan_as_written(chosen.question, "kept", schedule).alternatives == ()
 
 
 def test_a_hub_name_needs_no_network(file: Path) -> None:

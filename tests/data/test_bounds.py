@@ -13,7 +13,7 @@ import torch
 
 from farspan.ask import MOST_DEVICES, Request
 from farspan.data.tokenizers import load_tokenizer
-from farspan.formatting import MOST_TOKENS, read_tokens
+from farspan.formatting import MOST_TOKENS
 from farspan.hf.load import Weights, load_config, load_model
 from farspan.profile.catalog import (
     LARGEST_CONFIG,
@@ -112,14 +112,6 @@ def test_counts_that_no_run_has(tmp_path: Path, line: str, words: str) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(LEAST + line)
     assert_refused(lambda: load_run(run), words)
-
-
-def test_the_longest_context() -> None:
-    assert read_tokens("1G", "context") == MOST_TOKENS
-    with pytest.raises(
-        UnsupportedError, match="context: 1073741825 tokens are more than the limit"
-    ):
-        read_tokens(MOST_TOKENS + 1, "context")
 
 
 def test_devices_that_no_machine_has() -> None:

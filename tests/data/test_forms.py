@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from farspan.data import formats
-from farspan.data.config import DataConfig, FormatRow, RecordFormat, SourceKind
-from farspan.data.corpus import Corpus, open_corpus
+from farspan.data.config import DataConfig, FormatRow, RecordFormat
+from farspan.data.corpus import Corpus
 from farspan.data.formats import UNTRAINED
-from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from farspan.data.tokenizers import load_tokenizer
 from farspan.spec import UnsupportedError
+from tests.data.stores import open_records
 from tests.data.test_tokenizers import save_words
 from tests.made_up import add_member
 
@@ -23,21 +24,7 @@ END = 256
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """A corpus of these records."""
-
-    def make(
-        *records: object, tokenizer: Tokenizer | None = None, context: int = 64, **fields: Any
-    ) -> Corpus:
-        path = tmp_path / "data.jsonl"
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        if not path.exists() or path.read_text() != text:  # or its cache would be another's
-            path.write_text(text)
-        config = DataConfig(
-            source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields
-        )
-        use = tokenizer or ByteTokenizer()
-        return open_corpus(config, use, context=context, seed=0, watch=lambda *_: None)
-
-    return make
+    return lambda *records, **fields: open_records(tmp_path, *records, **{"context": 64, **fields})
 
 
 def row(corpus: Corpus) -> tuple[list[int], list[int]]:

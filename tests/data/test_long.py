@@ -103,9 +103,9 @@ def test_a_file_is_the_same_in_parts(
     make: Callable[[], Tokenizer], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store, with what is counted of documents and their ends; and a mark of the encoding."""
-    path, text = tmp_path / f"a.{suffix}", "\ufeff" + TEXT + "</s> x"
+    path, text = tmp_path / f"a.{suffix}", TEXT + "</s> x"
     content = text if suffix == "txt" else f'{{"text": "{TEXT.replace(chr(10), chr(32))}"}}'
-    path.write_text(content.replace("\t", " "))
+    path.write_text("\ufeff" + content.replace("\t", " "))
     whole = corpus(path, "whole", make()).parts[0].stores[0]
     monkeypatch.setattr(tokenizers, "_NEAR", 40)
     for module in (sources, token_cache):

@@ -16,7 +16,6 @@ from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import UnsupportedError
 
 CONTEXT = 32
-Texts = dict[str, int]  # name of a file, and how many lines it has
 
 
 def write(folder: Path, name: str, lines: int, size: int = 20) -> str:

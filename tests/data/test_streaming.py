@@ -232,16 +232,6 @@ def test_data_that_changed_are_named(rows: Path) -> None:
         later.batch(range(last))
 
 
-def test_damaged_tokens_are_made_anew_while_another_window_is_read(rows: Path) -> None:
-    stream = stream_of(opened(rows))
-    through = stream_of(opened(rows, cache="other"))
-    (folder,) = [p for p in (stream.folder / "000000").iterdir() if p.is_dir()]
-    data = bytearray((folder / "tokens.npy").read_bytes())
-    data[-3] ^= 1
-    (folder / "tokens.npy").write_bytes(data)
-    assert same(through, stream_of(opened(rows)), [*range(stream.kept.sequences + 3)])
-
-
 def test_windows_that_train_nothing_are_passed_over(tmp_path: Path) -> None:
     blank = tmp_path / "blank.jsonl"
     good = json.dumps({"text": "x" * 39}) + "\n"

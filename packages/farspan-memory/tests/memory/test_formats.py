@@ -98,21 +98,6 @@ def test_a_name_that_is_no_line_is_not_written(name: str) -> None:
 # -- MiniMalloc's CSV --------------------------------------------------------------------------
 
 
-def test_csv_is_minimallocs() -> None:
-    assert to_csv(SMALL) == "id,lower,upper,size\n0,0,2,10\n1,1,3,5\n"
-    text = "id,lower,upper,size\n8,3,9,4\n2,0,3,5\n9,9,12,1\n"
-    found = from_csv(text, "f")
-    # What dies at a time makes room for what is born then.
-    assert found.events == (
-        Malloc(2, 5),
-        FreeEvent(2),
-        Malloc(8, 4),
-        FreeEvent(8),
-        Malloc(9, 1),
-        FreeEvent(9),
-    )
-
-
 @given(traces(marks=False))
 def test_csv_keeps_sizes_and_who_meets_whom(trace: Trace) -> None:
     found = from_csv(to_csv(trace), "f").requests()

@@ -18,13 +18,9 @@ from farspan_memory.compare.compare import (
 from farspan_memory.formatting import write_seconds
 from farspan_memory.report import (
     MODELLED,
-    PLANNED,
-    PROVED,
-    REAL,
     compare_view,
     page,
     picture,
-    remark,
 )
 from tests.report.cases import GIB, text_of
 
@@ -75,18 +71,6 @@ def asked_about(found: AllocatorComparison) -> AllocatorComparison:
     return replace(found, results=tuple(results))
 
 
-def test_every_allocator_says_what_it_needs_and_how_that_is_known() -> None:
-    text = text_of(compare_view([comparison()]), width=120)
-    assert "7B <64K>: 81,117 mallocs and frees, at most 80.0 GiB alive" in text
-    assert f"{CACHING} {MODELLED} 160.0 GiB 50.0% 96.0 GiB 1.200x 7" in text
-    assert f"{EXPANDABLE} {MODELLED} 85.0 GiB 5.9% 80.5 GiB 1.006x 7" in text
-    assert f"{STITCHING}, 2 MiB {REAL} 80.0 GiB 0.0% 80.0 GiB 1.000x 7" in text
-    assert f"{PLAN} {PROVED} 80.0 GiB 0.0%" in text
-    greedy = replace(comparison(), results=(result(PLAN, False, 81, 81),))
-    assert f"{PLAN} {PLANNED} 81.0 GiB" in text_of(compare_view([greedy]))
-    assert "the least capacity is exact to 32.0 MiB" in text
-
-
 def test_nothing_is_cut_in_a_narrow_terminal() -> None:
     """Nor on 80 columns, with a terabyte alive and millions of calls."""
     found = asked_about(comparison())
@@ -99,18 +83,6 @@ def test_nothing_is_cut_in_a_narrow_terminal() -> None:
     assert narrow == text_of(compare_view([found]), width=200)
     assert f"{EXPANDABLE} 1,234,567 1,234,567 1,234,567 1,234,567 {write_seconds(1234.5)}" in narrow
     assert f"{EXPANDABLE} {MODELLED} 1,000.0 GiB 92.0% 1,000.0 GiB 12.500x 1,234" in narrow
-
-
-def test_it_is_said_plainly_where_expandable_segments_are_as_good() -> None:
-    """80.5 GiB are within 1 % of 80; 81 are not."""
-    assert remark(comparison(80.5)) == (
-        "Expandable segments need as little memory as stitching, within 1% of the "
-        f"live peak. {EXPANDABLE}: 80.5 GiB, 7 retries, calls for 250 ms; {STITCHING}, 2 MiB: "
-        "80.0 GiB, 7 retries, calls for 250 ms."
-    )
-    assert remark(comparison(81)).startswith("Stitching needs less memory than expandable segments")
-    models = comparison()
-    assert remark(replace(models, results=models.results[:2])) == ""
 
 
 def test_the_picture_is_xml_and_has_a_panel_for_each_allocator_of_each_trace() -> None:
