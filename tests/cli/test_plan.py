@@ -261,20 +261,6 @@ def test_no_step_is_as_short_as_it_may_be(monkeypatch: pytest.MonkeyPatch, asked
     assert answer.startswith("fits: ")
 
 
-@pytest.mark.parametrize("too", [(), ("--context", "1M")])
-def test_longest_contexts_fit_a_screen(
-    too: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, asked: object
-) -> None:
-    del asked
-    plans = {name: replace(fitting(name), alternatives=()) for name in STRATEGIES}
-    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_, **__: plans)
-    lines = call(*SMALL, "--max-context", *too).output.splitlines()
-    assert len(lines) <= 25
-    assert max(map(len, lines)) <= 80
-    for words in ("fits: ", "longest context of ", "step: ", "schedule: ", "device: "):
-        assert any(line.startswith(words) for line in lines), words
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

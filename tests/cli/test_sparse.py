@@ -93,19 +93,6 @@ class TestTrain:
         assert asked.sparse == SparseConfig(8, 16, 8, 8, warn_below=0.5)
         assert notes == ["sparse: --sparse drops the run file's sparsity: 0.9"]
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("maybe", "sparse: expected on, off or fields such as"),
-            ("selector=index", "sparse.index: selector index needs the folder of an index"),
-            ("page=24,budget=48", "schedule.chunk: expected a multiple of page (24 tokens)"),
-        ],
-    )
-    def test_what_is_refused(
-        self, command: Command, run_file: Path, text: str, message: str
-    ) -> None:
-        assert message in command("train", str(run_file), "--sparse", text, code=2).err
-
     def test_an_interrupted_run_says_so_too(self) -> None:
         ended = TrainingResult(Path("out"), 2, 3, 1.0, None, 0, 2, sparse=True)
         assert "after step 2 of 3 with sparse attention, an approximation; run" in ended.message

@@ -10,7 +10,7 @@ from hypothesis import given
 from farspan_memory.errors import UnsupportedError
 from farspan_memory.placement import place_greedily
 from farspan_memory.replay import PlacementPlan, digest, make_plan, read_plan, rounded, write_plan
-from farspan_memory.trace import LAST_STREAM, FreeEvent, Malloc, Mark, Trace
+from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace
 from tests.memory.traces import traces
 
 TRACE = Trace((Malloc(7, 100), Malloc(8, 600, 2), FreeEvent(7), Malloc(9, 5), FreeEvent(8)))
@@ -65,12 +65,6 @@ def test_another_program_is_refused(tmp_path: Path, events: tuple[Any, ...]) -> 
         UnsupportedError, match="plan: the plan belongs to another program: it has 3 tensors"
     ):
         read_plan(tmp_path / "plan", Trace(events))
-
-
-def test_a_stream_is_any_address(tmp_path: Path) -> None:
-    trace = Trace((Malloc(0, 1, LAST_STREAM),))
-    write_plan(plan_of(trace), tmp_path / "plan")
-    assert read_plan(tmp_path / "plan", trace) == plan_of(trace)
 
 
 SHIFTED = [[100, 0, 2048], [600, 2, 1024], [5, 0, 2048]]
