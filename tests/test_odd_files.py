@@ -16,6 +16,7 @@ import yaml
 
 from farspan.checkpoint.format import LIST
 from farspan.cli.evaluate import subject_of
+from farspan.durable import parse_object
 from farspan.hf.load import add_adapters, load_model, save_model
 from farspan.hf.merge import ADAPTER_CONFIG, SOURCE, merge
 from farspan.report.run import read_run, run_page
@@ -165,6 +166,11 @@ def test_files_of_a_run_that_say_odd_things(
     folder = Path(made.folder)
     before = json.loads((folder / name).read_text())
     tried(folder, tmp_path / "run", name, before, write_json, *commands)
+
+
+def test_what_nests_deeply_is_named() -> None:
+    with pytest.raises(ValueError, match="nested more than 64 levels deep"):
+        parse_object(json.dumps({"a": nested(900)}).encode())
 
 
 def test_metrics_that_say_odd_things(made: RunConfig, tmp_path: Path) -> None:

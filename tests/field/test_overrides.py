@@ -294,6 +294,16 @@ IDLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         },
         ("reads the field original_max_position_embeddings itself; override that",),
     ),
+    (  # which the others cannot do without, although the family takes its own field for it
+        "phi3",
+        {
+            "rope_scaling": {
+                **{"type": "su", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8},
+                "original_max_position_embeddings": 16,
+            }
+        },
+        ("reads the field original_max_position_embeddings itself; override that",),
+    ),
     (
         "qwen2",
         {"sliding_window": 512},
