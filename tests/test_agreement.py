@@ -11,7 +11,6 @@ import torch
 
 from benchmarks import agreement
 from farspan.engine.microbench import QUICK
-from farspan.engine.step import Step
 from farspan.planner.machines import from_json, machine
 from farspan.program.strategies import STRATEGIES
 from tests.grids import crossed
@@ -73,21 +72,6 @@ def test_peak_bytes_agree(name: str, kind: tuple[torch.dtype, int]) -> None:
     assert row["seconds"]["measured"] == 2.0
 
 
-def test_cases_are_of_every_kind() -> None:
-    beds = [agreement.Bed(TINY, torch.device("cpu"), t) for t in (torch.float32, torch.bfloat16)]
-    words = [case.words() for case in agreement.cases_of(beds, ["memo", "oomb"], [64, 128])]
-    assert words == [
-        "float32 memo 1 x 64",
-        "float32 oomb 1 x 64",
-        "float32 memo 1 x 128",
-        "float32 oomb 1 x 128",
-        "float32 memo 2 x 64",
-        "float32 oomb 2 x 64",
-        "bfloat16 memo 1 x 64",
-        "bfloat16 oomb 1 x 64",
-    ]
-
-
 @pytest.mark.exhaustive  # beside other work the clock says little
 def test_seconds_are_of_the_right_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "THOROUGH", QUICK)
@@ -96,15 +80,3 @@ def test_seconds_are_of_the_right_size(monkeypatch: pytest.MonkeyPatch) -> None:
     _, rows = agreement.measure(cases, rounds=1)
     for row in rows:
         assert 1 / NOISE <= row["seconds_ratio"] <= NOISE
-
-
-def test_a_step_is_timed_from_fresh_gradients() -> None:
-    bed = agreement.Bed(TINY, torch.device("cpu"), torch.float32)
-    step, ids = Step(bed.model, bed.schedule("grouped", 64)), bed.ids(64)
-    assert bed.seconds(step, ids) > 0
-    first = [p.grad for p in bed.model.parameters()]
-    assert bed.seconds(step, ids) > 0
-    for before, parameter in zip(first, bed.model.parameters(), strict=True):
-        assert before is not None
-        assert parameter.grad is not None
-        assert torch.equal(before, parameter.grad)

@@ -55,11 +55,14 @@ SMALLER = (
     (r"step-00000200", "step-00000002"),
     (r"--nproc-per-node \d", "--nproc-per-node 2"),
     (r"^(torchrun .*) run.yaml", r"\1 RUN.yaml"),  # which says how ranks share it
-    (r"(--optimizer host --host-memory 192GiB)$", r"\1 --strategy fpdt"),
+    (
+        r"(plan --model) Qwen2.5-7B --context 128K (.* --weights host .*)$",
+        r"\1 Qwen2.5-0.5B --context 16K \2 --strategy fpdt",
+    ),
     # The same question with one more file to write is on a page, too.
     (
         r"^farspan plan .*( --timeline step.json)( --snapshot step.pickle)?$",
-        r"farspan plan --model Qwen2.5-0.5B --context 16K --machine h200\1 --snapshot step.pickle",
+        r"farspan plan --model Qwen2.5-0.5B --context 4K --machine h200\1 --snapshot step.pickle",
     ),
     (r"(--context 64K --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),
 )
@@ -94,8 +97,8 @@ ELSEWHERE = {
     "python -m benchmarks.gpu_allocator --out FILE": (
         "packages/farspan-memory/tests/test_gpu_allocator.py"
     ),
-    "python -m tests.standin farspan train run.yaml": "tests/test_standin.py",
-    "python -m tests.standin python -m pytest -m gpu -W default": "tests/test_standin.py",
+    "python -m tests.standin farspan train run.yaml": "with a PyTorch that is built for CUDA",
+    "python -m tests.standin python -m pytest -m gpu -W default": "the same",
     "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr 10.0.0.1 "
     "--master-port 29500 -m farspan train RUN.yaml": "tests/train/test_nodes.py",
     "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --master-addr 10.0.0.1 "

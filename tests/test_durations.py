@@ -13,31 +13,7 @@ import pytest
 
 from tests import durations
 from tests.conftest import pytest_collection_modifyitems, shuffle
-from tests.durations import BUDGETS, ROOT, Durations, Seconds, package_of, summed, table, too_dear
-
-TESTS: dict[str, Seconds] = {
-    "tests/a/test_x.py::test_one": {"setup": (2.0, 3.0), "call": (1.0, 1.0)},
-    "tests/a/test_y.py::test_two[a/b]": {"call": (0.5, 9.0)},
-    "tests/test_z.py::test_three": {"call": (4.0, 4.0), "teardown": (1.0, 1.0)},
-}
-
-
-def test_seconds_are_summed_by_folder() -> None:
-    assert summed(TESTS, package_of) == {"tests": 5.0, "tests/a": 3.5}
-    rows = table(summed(TESTS, durations.file_of), 1, "file").splitlines()
-    assert rows[0].endswith("file, 3 in all")
-    assert rows[1].split() == ["5.0", "58.8%", "58.8%", "tests/test_z.py"]
-
-
-def test_a_folder_beyond_its_budget_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durations, "BUDGETS", {"tests": 5.0, "tests/a": 3.0})
-    (found,) = too_dear(TESTS, 1.0)
-    assert found.startswith("tests/a: its tests took 4 s of CPU, and may take 3 s")
-    assert too_dear(TESTS, 1.2) == []  # a slow machine may take longer
-
-
-def test_budgets_are_twice_what_was_measured() -> None:
-    assert durations.budgets(TESTS, 2.0) == '    "tests": 15,\n    "tests/a": 14,'
+from tests.durations import BUDGETS, ROOT, Durations
 
 
 def test_every_folder_of_tests_has_a_budget() -> None:
@@ -65,13 +41,12 @@ def test_it(dear, number):
 """
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2")])
-def test_a_run_writes_them(tmp_path: Path, processes: tuple[str, ...]) -> None:
+def test_a_run_writes_them(tmp_path: Path) -> None:
     """Fixtures apart from calls, of every process."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(FILE)
     written = tmp_path / "build" / "seconds.json"
-    command = [sys.executable, "-m", "pytest", *processes]
+    command = [sys.executable, "-m", "pytest", "-n", "2"]
     ran = subprocess.run(
         [*command, "--durations-file", str(written)],
         cwd=tmp_path,

@@ -118,8 +118,6 @@ def test_a_slip_in_a_run_file_is_told_before_torch_is_imported(tmp_path: Path) -
     [
         "import farspan",
         "import farspan.planner.request, farspan",
-        "import farspan, farspan.planner.request",
-        "import farspan.program.layout\nimport farspan",
         "from farspan import plan\nimport farspan\nassert plan is farspan.plan",
     ],
 )

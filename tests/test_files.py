@@ -3,7 +3,6 @@
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +14,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 ALLOCATOR = tomllib.loads((ROOT / "packages/farspan-memory/pyproject.toml").read_text("utf-8"))[
     "project"
 ]
-FORMS = sorted((ROOT / ".github").rglob("*.yml"))  # an sdist has none
 
 
 def read(name: str) -> str:
@@ -27,29 +25,6 @@ def test_the_version_is_one() -> None:
     assert ALLOCATOR["version"] == VERSION
     assert yaml.safe_load(read("CITATION.cff"))["version"] == VERSION
     assert re.search(rf"^#+ \[?{re.escape(VERSION)}\b", read("CHANGELOG.md"), re.MULTILINE)
-
-
-def test_the_citation_names_the_papers() -> None:
-    citation = yaml.safe_load(read("CITATION.cff"))
-    assert citation["license"] == PROJECT["license"]
-    assert len(citation["references"]) == 4
-    for paper in citation["references"]:
-        (number,) = (one["value"] for one in paper["identifiers"])
-        assert re.fullmatch(r"arXiv:\d{4}\.\d{5}", number)
-        assert 2000 + int(number[6:8]) <= paper["year"]
-        assert all(author.keys() == {"given-names", "family-names"} for author in paper["authors"])
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_issue_forms(path: Path) -> None:
-    form: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if path.stem == "config":
-        assert form.keys() <= {"blank_issues_enabled", "contact_links"}
-        return
-    assert form.keys() == {"name", "description", "labels", "body"}
-    questions = [question["id"] for question in form["body"]]
-    assert len(set(questions)) == len(questions)
-    assert any(question.get("validations", {}).get("required") for question in form["body"])
 
 
 def test_the_image_is_made_of_what_is_there() -> None:

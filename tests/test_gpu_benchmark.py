@@ -2,37 +2,48 @@
 stays alone."""
 
 import json
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
+from multiprocessing import forkserver
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.children import Outcome, Row
+from benchmarks.children import CONFIGURATION, Nursery, Outcome, Row, read_rows
+from benchmarks.gpu import child, session
 from benchmarks.gpu import planned as planned_with
-from benchmarks.gpu import session
+from benchmarks.gpu.device import make_model
 from benchmarks.gpu.planned import (
     GROUPED,
     LESS_ROOM,
     ROOM,
     Card,
+    Ceilings,
     Planner,
-    host_room,
+    floor,
     preset_for,
 )
-from benchmarks.gpu.session import Session, is_done, is_exact, is_headline
-from benchmarks.gpu.work import AUTO, SPARSE, STREAMED, Item, Place, full, named, tiny
+from benchmarks.gpu.session import Session, is_exact, is_headline
+from benchmarks.gpu.steps import reserve
+from benchmarks.gpu.work import AUTO, SPARSE, STREAMED, Item, Place, Work, full, named, tiny
+from farspan import Step
+from farspan.host import TooLarge
 from farspan.planner.evaluate import evaluate
-from farspan.planner.machines import machine
+from farspan.planner.machines import from_json, machine
 from farspan.planner.request import Plan
 from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import Profiles
 from farspan.program.strategies import strategy
-from farspan.spec import UnsupportedError
+from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import StatesPlace
 from farspan.train.memory import Placed
+from tests import gpu_benchmark_works as works
 from tests.profiles import profile_of
 
 GIB = 2**30
@@ -189,20 +200,6 @@ def test_a_child_that_fails_is_recorded_and_repeated_by_the_next_run() -> None:
 
 
 @pytest.mark.usefixtures("h200")
-def test_no_plan_fills_the_machine() -> None:
-    record = simulate(510)
-    steps = [row for row in record["measurements"] if row["work"] == "step"]
-    assert steps
-    for row in steps:
-        reserve = machine("h200").reserve
-        assert row["room"] == ROOM
-        assert row["planned"]["device_bytes"] + reserve <= ROOM * machine("h200").device_bytes
-        assert row["planned"]["host_bytes"] <= 0.95 * 118 * GIB - 2 * GIB
-    assert host_room(118 * GIB) == pytest.approx(110.1 * GIB)
-    assert host_room(2 * GIB) == GIB
-
-
-@pytest.mark.usefixtures("h200")
 def test_what_runs_out_is_planned_once_more_with_less() -> None:
     name = PAIR[0]  # whose plan takes 93% of the device where it may
     record = simulate(510, full={name: int(0.85 * machine("h200").device_bytes)})
@@ -215,79 +212,12 @@ def test_what_runs_out_is_planned_once_more_with_less() -> None:
     assert set(SOME) == set(names_of(record))
 
 
-@pytest.mark.usefixtures("h200")
-def test_what_runs_out_twice_is_final() -> None:
-    name = PAIR[0]
-    first = json.loads(json.dumps(simulate(510, (name,), full={name: 0})))
-    (row,) = first["measurements"]
-    assert (row["out_of_memory"], row["room"], row["seconds"]) == (True, LESS_ROOM, None)
-    assert is_done(row)
-    # A run that ended between the two goes on with the second.
-    row |= {"room": ROOM, "planned": row["planned"] | {"schedule": {}}}
-    assert not is_done(row)
-    (row,) = simulate(60, (name,), first)["measurements"]
-    assert (row["child"]["ended"], row["room"]) == ("completed", LESS_ROOM)
-    assert row["ran_out_before"]["room"] == ROOM
-
-
-@pytest.mark.parametrize("given", [40 * GIB, None])
-def test_the_memory_that_is_given_stands_for_what_is_seen(
-    given: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "available_host_bytes", lambda: 30 * GIB)
-    record: Row = {"runs": [], "measurements": []}
-    clock: Any = Left(60)
-    made = Session(full(), "cpu", clock, record, lambda _: None, lambda _: None, host_memory=given)
-    made.run([])
-    found = record["runs"][0]["main_memory"]
-    assert found["given"] == given
-    assert found["total"] >= found["available"] > 0
-    made.plan_with([])
-    assert made.planner is not None
-    assert made.planner.machine.host_bytes == host_room(given or 30 * GIB)
-
-
 def test_without_ceilings_the_preset_of_the_gpu_plans() -> None:
     spec, words = preset_for(CARD)
     assert (spec.device_bytes, words) == (CARD.device_bytes, "preset h200")
     assert spec.rates == machine("h200").rates
     with pytest.raises(UnsupportedError, match="no preset is of NVIDIA L2; measure its ceilings"):
         preset_for(Card("NVIDIA L2", 24_000_000_000))
-
-
-@pytest.mark.usefixtures("h200")
-def test_a_child_never_has_more_than_is_left() -> None:
-    limits: list[tuple[float, float]] = []
-
-    class Limited(Simulated):
-        def _child(self, item: Any, settings: Row, limit: float) -> Outcome:
-            limits.append((limit, self.clock.left))
-            return super()._child(item, settings, limit)
-
-    record: Row = {"runs": [], "measurements": []}
-    clock: Any = Left(300)
-    made = Limited(full(), "cuda", clock, record, lambda _: None, lambda _: None)
-    made.run([named(full())[name] for name in SOME])
-    assert len(limits) > 3
-    assert all(limit <= left for limit, left in limits)
-    assert limits[0][0] > 3 * session.CEILING_SECONDS
-
-
-def test_where_there_is_no_time_all_is_skipped() -> None:
-    record: Row = {"runs": [], "measurements": []}
-    clock: Any = Left(-1.0)
-    made = Session(tiny(), "cpu", clock, record, lambda _: None, lambda _: None)
-    made.run([Item("ceilings"), Item("exact")])
-    skipped = record["runs"][0]["skipped"]
-    assert [one["name"] for one in skipped] == ["ceilings", "exact"]
-    assert all("s are left and it takes about" in one["why"] for one in skipped)
-
-
-def test_a_record_of_another_machine_is_not_gone_on_with() -> None:
-    record = {"machine": {"gpu": "another", "versions": {}}, "runs": [], "measurements": []}
-    with pytest.raises(UnsupportedError, match="it is of gpu another, here is NVIDIA H200"):
-        simulate(100, PAIR, record)
-    assert not record["runs"]
 
 
 @pytest.mark.usefixtures("h200")
@@ -302,21 +232,6 @@ def test_the_pair_has_two_steps_and_a_failure_replaces_none() -> None:
     assert json.loads(json.dumps(broken["measurements"])) == before["measurements"]
 
 
-class Stopped(BaseException):
-    """The process is gone."""
-
-
-@pytest.mark.usefixtures("h200")
-def test_a_run_that_is_killed_leaves_the_name_of_what_it_began() -> None:
-    def killed(*_: object) -> Any:
-        raise Stopped
-
-    record: Row = {"runs": [], "measurements": []}
-    with pytest.raises(Stopped):
-        simulate(100, PAIR, record, _child=killed)
-    assert record["begun"] == PAIR[0]
-
-
 @pytest.mark.usefixtures("h200")
 def test_what_has_no_time_is_skipped_and_the_next_measured() -> None:
     long = f"auto at {256 * 1024}"
@@ -326,3 +241,144 @@ def test_what_has_no_time_is_skipped_and_the_next_measured() -> None:
     (skipped,) = record["runs"][0]["skipped"]
     assert skipped["name"] == long
     assert "100 s are left and it takes about" in skipped["why"]
+
+
+# -- children --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Nursery:
+    return Nursery("tests.gpu_benchmark_works")
+
+
+def test_forked_children_fail_and_stop_alone(nursery: Nursery) -> None:
+    failed = nursery.run(works.fails, {}, 60)
+    assert failed.ended == "failed"
+    assert "ValueError: on purpose" in failed.words
+    assert failed.rows == [{"before": 1}]
+    stopped = nursery.run(works.sleeps, {}, 3.0)
+    assert (stopped.ended, stopped.rows) == ("timed out", [{"before": 1}])
+    killed = nursery.run(works.dies, {}, 60)
+    assert (killed.ended, killed.rows) == ("failed", [{"before": 1}])
+    good = nursery.run(works.succeeds, {"value": 3}, 60)
+    assert (good.ended, good.rows) == ("completed", [{"value": 3}])
+
+
+def test_children_have_the_environment_of_their_parent() -> None:
+    """Where libraries are found, the driver's among them."""
+    server = forkserver.ForkServer()  # the one of the process has its environment already
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+            patch.setattr(forkserver, name, getattr(server, name))
+        patch.setenv("FARSPAN_TOLD", "to the parent")
+        made = Nursery("tests.gpu_benchmark_works", "expandable_segments:True")
+        told = made.run(works.tells, {"names": ["FARSPAN_TOLD", "PATH", CONFIGURATION]}, 60)
+        vars(forkserver.ForkServer)["_stop"](server)  # or it would outlive its children
+    expected = {"FARSPAN_TOLD": "to the parent", "PATH": os.environ["PATH"]}
+    assert told.rows == [expected | {CONFIGURATION: "expandable_segments:True"}]
+
+
+def test_what_a_child_started_ends_with_it(nursery: Nursery, tmp_path: Path) -> None:
+    made = nursery.run(works.starts_another, {"folder": str(tmp_path)}, 60)
+    assert made.ended == "completed"
+    other = Path(f"/proc/{made.rows[0]['pid']}/stat")
+    until = time.monotonic() + 20  # it is killed at once, and goes when it is scheduled
+    while other.exists() and ") Z" not in other.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+class Unforkable:
+    """A nursery whose children cannot start CUDA."""
+
+    def run(self, *_: Any) -> Outcome:
+        words = "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with"
+        return Outcome("failed", words, 0.1, [])
+
+
+def test_where_a_fork_has_no_cuda_children_start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fresh(_module: str, settings: Row, *_: Any) -> Outcome:
+        asked.append(settings["work"])
+        return Outcome("completed", "", 1.0, [MACHINE])
+
+    monkeypatch.setattr(session, "run_child", fresh)
+    record: Row = {"runs": [], "measurements": []}
+    nursery: Any = Unforkable()
+    clock: Any = Left(60)
+    made = Session(tiny(), "cpu", clock, record, lambda _: None, lambda _: None, nursery=nursery)
+    row = made.measured(Item("ceilings"), session.Arranged({}, 1.0))
+    assert (row["child"]["ended"], asked, made.nursery) == ("completed", ["ceilings"], None)
+
+
+# -- what a record is worked out from --------------------------------------------------------------
+
+
+def planner() -> Planner:
+    return Planner(full(), replace(machine("h200"), host_bytes=118 * GIB))
+
+
+# By hand: GEMM 790, cuDNN 690 and 575 TFLOP/s.
+@pytest.mark.parametrize(("tokens", "seconds"), [(65536, 8.5), (131072, 27.0), (262144, 94.0)])
+def test_floors_are_those_worked_out_by_hand(tokens: int, seconds: float) -> None:
+    question = planner().question(tokens, 28)
+    assert floor(question, Ceilings(790e12, 690e12, 575e12)) == pytest.approx(seconds, rel=0.01)
+
+
+# Heads as wide as the model's, seven to a K, V head as there, and little of everything else.
+NARROW = {
+    **{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256},
+    **{"num_hidden_layers": 1, "num_attention_heads": 7, "num_key_value_heads": 1},
+    "head_dim": 128,
+}
+
+
+@pytest.mark.gpu
+def test_ceilings_are_measured_to_their_end(tmp_path: Path) -> None:
+    """At a glance: every call that a step is planned from runs."""
+    settings = {"device": "cuda", "dtype": "bfloat16", "tiny": True, "config": NARROW}
+    child.ceilings(settings | {"rows": str(tmp_path / "rows")})
+    (row,) = read_rows(tmp_path / "rows")
+    spec = from_json(row["machine_file"], "ceilings").spec
+    assert spec.rates["bfloat16"].attention_backward.points
+    assert spec.overhead > 0
+
+
+def tiny_settings() -> Row:
+    work: Work = tiny()
+    return {"config": work.config, "dtype": "float64", "device": "cpu", "tiny": True}
+
+
+def test_what_a_machine_cannot_lock_is_refused() -> None:
+    settings = tiny_settings() | {"tokens": 50, "layers": 4, "host_memory": 1000}
+    step = Step(make_model(settings), Schedule(chunk=16, boundary_inputs=Tier.HOST))
+    with pytest.raises(TooLarge, match=r"a step of 50 tokens needs.*--host-memory"):
+        reserve(settings, step)
+    row = reserve(settings | {"host_memory": 10 * GIB}, step)
+    assert row["arenas"] == {tier.value: size for tier, size in step.arena_bytes().items()}
+    assert row["arenas"]["host"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out_of_memory"),
+        (TooLarge("host memory: a step needs"), "out_of_main_memory"),
+    ],
+)
+def test_what_ran_out_is_told_apart(
+    error: Exception, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(_: Row) -> None:
+        raise error
+
+    monkeypatch.setitem(child.WORKS, "step", fails)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(SystemExit, match="out of memory"):
+        child.run({"device": "cpu", "work": "step", "rows": str(tmp_path / "rows")})
+    assert name in read_rows(tmp_path / "rows")[-1]
+    monkeypatch.setitem(child.WORKS, "step", lambda _: [].pop())
+    with pytest.raises(IndexError):
+        child.run({"device": "cpu", "work": "step", "rows": str(tmp_path / "rows")})

@@ -14,18 +14,15 @@ import pytest
 import torch
 
 from benchmarks import children, performance
-from benchmarks.children import Clock, Row
-from benchmarks.gpu import hour, pack, planned, steps
+from benchmarks.children import Row
+from benchmarks.gpu import hour, pack, steps
 from benchmarks.gpu.hour import Asked, left_over, saving, wanted
-from benchmarks.gpu.power import PowerLog
-from benchmarks.gpu.session import Session, as_row
-from benchmarks.gpu.work import LOGPROBS, QLORA, STREAMED, Item, Place, full, named, quarter, tiny
-from farspan.planner.machines import machine
+from benchmarks.gpu.session import as_row
+from benchmarks.gpu.work import LOGPROBS, QLORA, Place, full, quarter, tiny
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import UnsupportedError
 from farspan_memory.native import LIBRARY
 
-RECORDS = {"h100": performance.H100, "h200": performance.RECORD}
 PAIR = (f"auto at {64 * 1024}", f"huggingface at {64 * 1024}, {Place.KEPT}")
 LONG, LAST = f"auto at {512 * 1024}", f"Qwen2.5-0.5B auto at {1024 * 1024}"
 
@@ -47,71 +44,10 @@ def test_without_a_gpu_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_no_record_has_comes_first(asked: Asked) -> None:
     names = [part.name for part in wanted(asked)]
     assert names[:4] == [LONG, *PAIR, f"update at {128 * 1024}"]
-    assert names[4:8] == [
-        f"sparse at {128 * 1024}",
-        f"Qwen3-14B streamed at {32 * 1024}",
-        f"Qwen3-8B qlora at {64 * 1024}",
-        f"logprobs at {64 * 1024}",
-    ]
-    short = names[8:20]
-    for model in ("Qwen3-0.6B", "Qwen3-1.7B"):
-        for tokens in (8192, 16384):
-            for way in (
-                "auto at {}",
-                "huggingface at {}, nothing computed again",
-                "huggingface at {}, inputs on the device",
-            ):
-                assert f"{model} {way.format(tokens)}" in short
-    assert names[20:] == [LAST]
+    assert names[-1] == LAST
     assert next(part.name for part in wanted(replace(asked, begins=None))) == "ceilings"
     with pytest.raises(UnsupportedError, match=r"only: nothing is called 'auto'; give .*exact"):
         wanted(replace(asked, only=("auto",)))
-    chosen = ("exact", f"memo at {128 * 1024}", "ceilings")
-    assert tuple(part.name for part in wanted(replace(asked, only=chosen))) == chosen
-
-
-def test_the_order_is_shown_with_seconds(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "SEARCH_SECONDS", 0.5)
-    text = hour.plan_text(replace(asked, only=(PAIR[0], f"update at {128 * 1024}")))
-    head, first, second = text.splitlines()
-    assert head.split() == ["seconds", "in", "all"]
-    assert first.split(maxsplit=2)[2] == PAIR[0]
-    assert 15 < float(first.split()[0]) < 60
-    assert float(second.split()[1]) > float(first.split()[1])
-
-
-class Killed(BaseException):
-    """The process is gone."""
-
-
-def test_a_kill_behind_each_row_loses_none_and_repeats_none(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-
-    def one_row(_: Session, todo: list[Item]) -> None:
-        first = todo[0]
-        made.append(first.name)
-        record = asked.known()
-        ended = {"ended": "completed", "words": "", "seconds": 1.0}
-        row = {"name": first.name, "work": "step", "child": ended, "out_of_memory": False}
-        row["runs"] = [{"seconds": 1.0}] * 2
-        rows = [old for old in record["measurements"] if old["name"] != first.name]
-        record["measurements"] = [*rows, row]
-        saving(asked.record)(record)
-        raise Killed
-
-    monkeypatch.setattr(Session, "run", one_row)
-    saving(asked.record)(asked.known())
-    names = [item.name for item in wanted(asked)]
-    for _ in range(50):
-        if not left_over(asked):
-            break
-        try:
-            hour.run(asked, None, Clock.of(600))
-        except Killed:
-            continue
-    assert made == names
 
 
 def test_what_failed_comes_last(asked: Asked) -> None:
@@ -123,23 +59,6 @@ def test_what_failed_comes_last(asked: Asked) -> None:
     saving(asked.record)(record)
     left = [part.name for part in left_over(asked)]
     assert (left[0], left[-1]) == (PAIR[0], LONG)
-
-
-def test_of_several_records_the_one_of_this_card_is_taken() -> None:
-    records = list(RECORDS.values())
-    assert hour.of_this_card(records, "NVIDIA H200") == performance.RECORD
-    assert hour.of_this_card(records, None) == performance.H100
-    assert hour.of_this_card([], "NVIDIA H200") is None
-    with pytest.raises(UnsupportedError, match="there is no file typo"):
-        hour.of_this_card([Path("typo.json")], None)
-
-
-def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "record.json"
-    file.write_text(json.dumps({"benchmark": "gpu", "tiny": True}))
-    with pytest.raises(UnsupportedError, match="something else"):
-        hour.begun(full(), file)
-    assert hour.begun(full(), None)["measurements"] == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"measurements": 3}'])
@@ -155,10 +74,8 @@ def test_a_broken_record_is_named(text: str, asked: Asked) -> None:
     ("options", "words"),
     [
         (("--minutes", "nan"), "minutes: expected a number above 0"),
-        (("--minutes", "-1"), "minutes: expected a number above 0"),
         (("--only", "nothing"), "only: nothing is called 'nothing'"),
         (("--site", "nowhere"), r"site: .*nowhere has no liger_kernel; write it by"),
-        (("--record", "typo.json"), "record: there is no file"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_runs(
@@ -210,53 +127,6 @@ def test_adapters_and_losses_of_tokens_are_measured(kind: str, tmp_path: Path) -
     assert timed[0]["loss"] == timed[1]["loss"]
     assert 4.5 < timed[0]["loss"] < 6.5  # of 256 tokens, not trained
     assert timed[1]["ended_at"] >= timed[0]["ended_at"] + timed[1]["seconds"]
-
-
-def test_every_measurement_of_the_quarter_has_a_plan() -> None:
-    """Other models as they are, NF4 beside adapters, a backward apart from its forward."""
-    (qlora,) = (i for i in quarter(tiny()) if i.strategy == QLORA)
-    (logprobs,) = (i for i in quarter(tiny()) if i.strategy == LOGPROBS)
-    (streamed,) = (i for i in quarter(tiny()) if i.strategy == STREAMED)
-    spec = machine("h100")
-    plan = planned.Planner(tiny().of(qlora.model), spec).plan(qlora)
-    assert plan.question.nf4
-    assert plan.question.adapter_rank() == 16
-    plan = planned.Planner(tiny(), spec).plan(logprobs)
-    assert plan.question.loss.is_cut
-    plan = planned.Planner(tiny().of(streamed.model), spec).plan(streamed)
-    assert plan.schedule.weights == "host"
-    update = planned.Planner(tiny(), spec).update()
-    assert update.placed.states == "device"
-    assert update.fits
-    assert full().of("Qwen3-14B").layers == 40
-    assert full().of("").config == full().config
-    assert len(named(full())) > len(set(quarter(full())))
-
-
-# -- clock and power -----------------------------------------------------------------------------
-
-
-def test_clock_and_power_are_those_of_the_window() -> None:
-    lines = "print('1500, 600.5, 50', flush=True); print('[N/A], 1, 2', flush=True)"
-    words = f"import time; {lines}; time.sleep(0.5); print('1700, 700.5, 60', flush=True)"
-    began = time.time()
-    log = PowerLog([sys.executable, "-c", f"{words}; time.sleep(60)"])
-    while len(log._samples) < 2 and time.time() < began + 30:
-        time.sleep(0.01)
-    found = log.between(began, time.time())
-    assert found == {
-        "samples": 2, "clock_mhz": 1600, "least_clock_mhz": 1500, "watts": 650, "most_watts": 700,
-        "celsius": 60,
-    }  # fmt: skip
-    second = log._samples[1][0]
-    late = log.between(second - 0.1, second)
-    assert late is not None
-    assert (late["samples"], late["clock_mhz"]) == (1, 1700)
-    assert log.between(0, 1) is None
-    log.close()
-    nothing = PowerLog(["no-such-command-anywhere"])
-    assert nothing.between(0, time.time()) is None
-    nothing.close()
 
 
 # -- what travels, and what comes back -----------------------------------------------------------

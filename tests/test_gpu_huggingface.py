@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.children import Row
 from benchmarks.gpu import huggingface
-from benchmarks.gpu.huggingface import Baseline, is_attention, loss_of
+from benchmarks.gpu.huggingface import Baseline, is_attention
 from benchmarks.gpu.work import Place, tiny
 
 
@@ -85,23 +84,3 @@ def test_liger_is_asked_for_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> 
     (given,) = asked
     assert given.pop("fused_linear_cross_entropy") is False
     assert given == {"rope": True, "rms_norm": True, "swiglu": True}
-
-
-def test_a_warm_up_leaves_all_layers() -> None:
-    baseline, ids = Baseline(settings_at(Place.KEPT), 3), tokens_of(20)
-    with Counting() as counting:
-        assert baseline.warm_up(ids) == {"warm_layers": 1}
-        assert counting.calls == 1
-        baseline.step(ids)
-    assert counting.calls == 4
-
-
-def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "PIECE", 7)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 30, 8, generator=generator)
-    weight = torch.randn(20, 8, generator=generator)
-    targets = torch.randint(0, 20, (1, 30), generator=generator)
-    targets[0, -1] = huggingface.IGNORED
-    expected = functional.cross_entropy((hidden @ weight.T)[0], targets[0])
-    assert float(loss_of(hidden, weight, targets)) == pytest.approx(float(expected), rel=1e-6)

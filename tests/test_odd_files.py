@@ -16,6 +16,7 @@ import yaml
 
 from farspan.checkpoint.format import LIST
 from farspan.cli.evaluate import subject_of
+from farspan.durable import parse_object
 from farspan.hf.load import add_adapters, load_model, save_model
 from farspan.hf.merge import ADAPTER_CONFIG, SOURCE, merge
 from farspan.report.run import read_run, run_page
@@ -113,12 +114,13 @@ def tried(
     *commands: Command, depth: int = 0,
 ) -> None:  # fmt: skip
     """Each value of a file replaced by each odd one and read by one command in turn; with a `depth`
-    those down to there, by one odd value in turn. By default inner ones meet two in turn; where
-    examples are not cut, they meet each, and the outer ones are read by all commands."""
+    those down to there, by one odd value in turn. By default outer ones meet two in turn and inner
+    ones one; where examples are not cut, they meet each, and the outer ones are read by all
+    commands."""
     text, cut = (folder / name).read_text(), examples(WHOLE) < WHOLE
     for number, at in enumerate(places(before)):
-        few = depth or (len(at) > 1 and cut)
-        odds = [ODD[(number + n) % len(ODD)] for n in range(1 if depth else 2)] if few else ODD
+        count = len(ODD) if not (depth or cut) else 1 if depth or len(at) > 1 else 2
+        odds = [ODD[(number + n) % len(ODD)] for n in range(count)]
         for turn, odd in enumerate(odds if not depth or len(at) <= depth else ()):
             one = (commands[(number + turn) % len(commands)],)
             for command in one if cut or len(at) > 1 else commands:
@@ -164,6 +166,11 @@ def test_files_of_a_run_that_say_odd_things(
     folder = Path(made.folder)
     before = json.loads((folder / name).read_text())
     tried(folder, tmp_path / "run", name, before, write_json, *commands)
+
+
+def test_what_nests_deeply_is_named() -> None:
+    with pytest.raises(ValueError, match="nested more than 64 levels deep"):
+        parse_object(json.dumps({"a": nested(900)}).encode())
 
 
 def test_metrics_that_say_odd_things(made: RunConfig, tmp_path: Path) -> None:

@@ -48,17 +48,6 @@ def test_a_loss_takes_what_it_is_said_to(record: dict[str, Any]) -> None:
         assert whole - cut <= 0.36 * one
 
 
-def test_a_reference_of_its_own_weights_is_in_the_way_of_a_longer_context(
-    record: dict[str, Any],
-) -> None:
-    found = {(r["way"], r["loss"], r["machine"]): r["longest"]["tokens"] for r in record["longest"]}
-    for machine in of.MACHINES:
-        stored, frozen = (
-            found["full", f"DPO, IPO, KTO, {name}", machine] for name in ("stored", "frozen")
-        )
-        assert frozen <= stored <= found["full", "SFT", machine]
-
-
 @pytest.mark.parametrize("loss", ["DPO, IPO, KTO, frozen", "ORPO, GRPO"])
 def test_the_data_are_the_planners(record: dict[str, Any], loss: str) -> None:
     """Planned anew: a step's seconds, and that nothing longer by a fortieth fits."""

@@ -181,7 +181,7 @@ def test_the_allocator_is_a_wheel_of_its_own(tmp_path: Path, sdist: Path) -> Non
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_cmake_the_allocator_lacks_its_library(tmp_path: Path, sdist: Path) -> None:
     """What needs no more than a trace works there, and `make train` goes on."""
     source = unpacked(sdist, tmp_path) / ALLOCATOR
@@ -308,11 +308,9 @@ def test_each_module_of_the_small_wheel_imports_alone(site: Path) -> None:
 def test_the_small_wheel_says_what_needs_the_whole(site: Path, tmp_path: Path) -> None:
     assert ask(site, "--version").stdout == f"farspan-plan {VERSION}\n"
     (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     on_h100 = ("--context", "8K", "--machine", "h100")
     for arguments, field in (
         (("--model", "GPT-2", "--context", "1K"), "machine"),
-        (("--model", tmp_path, *on_h100), "model"),
         (("--model", "someone/something", *on_h100), "model"),
         ((tmp_path / "run.yaml", "--machine", "h100"), str(tmp_path / "run.yaml")),
     ):

@@ -114,26 +114,9 @@ def test_pages_say_who_acts() -> None:
     assert rate(list(texts.values())) <= TURNS_IN_PAGES, [page.name for page in worst[:5]]
 
 
-def test_turns_and_fragments_are_found() -> None:
-    assert FRAGMENT.match("Of a tensor that the rank holds whole.")
-    assert not FRAGMENT.match("Return the bytes of a cell.")
-    assert rate(["where there are none, nobody asks what is there"]) > 100
-    assert rate(["Ranks compare their forecasts before a step."]) == 0.0
-
-
 def test_the_list_of_messages_is_the_sources() -> None:
     listed = json.loads(MESSAGES.read_text("utf-8"))
     assert listed == all_messages(), "write it anew: python -m tests.test_words"
-
-
-def test_messages_are_found() -> None:
-    text = """def f(x):
-    'A docstring of four words.'
-    raise ValueError(f'model.path: {x} is no folder; ' + 'give one ' + names(x))
-"""
-    assert list(messages(ast.parse(text))) == [
-        "model.path: {x} is no folder; give one {names(x)}",
-    ]
 
 
 if __name__ == "__main__":

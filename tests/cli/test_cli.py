@@ -21,53 +21,20 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from farspan import cli
-from farspan.cli.verify import base_schedule
 from farspan.durable import WriteFailed
-from farspan.program.strategies import strategy
 from farspan.spec import VERSION
-from farspan.train.config import RunConfig, ScheduleConfig
-from farspan.train.step_runner import PlanComparison, TrainingResult
+from farspan.train.config import ScheduleConfig
+from farspan.train.step_runner import PlanComparison
+from tests.cli.conftest import CONFIG, RESULT, Begun, Command, run
 
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 256,
-    "bos_token_id": None,
-}
-
-
-RESULT = TrainingResult(Path("out"), 3, 3, 1.0, float("nan"), 0, None)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of `farspan ARGUMENTS`."""
-    monkeypatch.setattr("sys.argv", ["farspan", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return int(stop.value.code or 0)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model's folder without weights."""
-    Qwen2Config(**{k: v for k, v in CONFIG.items() if k != "model_type"}).save_pretrained(tmp_path)
-    return tmp_path
+__all__ = ["run"]  # of other folders
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_verify_reports_json_and_passes(
-    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reports_json_and_passes(command: Command, folder: Path, dtype: str) -> None:
     shape = ["--context", "50", "--chunk", "16", "--batch", "2", "--documents", "3"]
     flags = ["--dtype", dtype, "--groups", "1,2", "--json"]
-    assert run(monkeypatch, "verify", str(folder), *shape, *flags) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = command("verify", str(folder), *shape, *flags).json()
     assert found["passed"] is True
     assert found["checked_parameters"] == len(list(_model(folder).parameters()))
     assert {"loss_error", "max_relative_error", "worst"} <= found.keys()
@@ -76,11 +43,10 @@ def test_verify_reports_json_and_passes(
 
 
 def test_verify_fails_with_exit_code_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("farspan.engine.buffers.KVPrefix.add_gradient", lambda *_: None)
-    assert run(monkeypatch, "verify", str(folder), "--context", "50", "--chunk", "16") == 1
-    said = capsys.readouterr().out
+    said = command("verify", str(folder), "--context", "50", "--chunk", "16", code=1).out
     assert "NOT exact" in said
     assert said.splitlines()[0].startswith("RoPE: default, theta 10,000, reaches ")
     assert said.splitlines()[1].strip() == "gradients furthest from plain autograd's"
@@ -107,17 +73,18 @@ PLANNED = ("--model", "Llama-3.1-70B", "--context", "1M", "--machine", "rtx4090"
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_what_no_terminal_shows_is_in_lines_that_grep_finds(
+    command: Command,
     arguments: tuple[str, ...],
     line: str,
     folder: Path,
     run_file: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     places = {"FOLDER": str(folder), "RUN": str(run_file)}
-    run(monkeypatch, *(places.get(argument, argument) for argument in arguments))
-    lines = capsys.readouterr().out.splitlines()
+    code = int(arguments[0] == "plan")
+    found = command(*(places.get(argument, argument) for argument in arguments), code=code)
+    lines = found.out.splitlines()
     assert [text for text in lines if text != text.rstrip()] == []
     assert any(re.search(line, text) for text in lines), lines
 
@@ -137,50 +104,42 @@ def test_what_no_terminal_shows_is_in_lines_that_grep_finds(
     ],
 )
 def test_what_is_refused_is_one_line_and_exit_code_two(
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command, arguments: list[str], message: str
 ) -> None:
-    assert run(monkeypatch, *arguments) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
+    lines = command(*arguments, code=2).err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("farspan: ")
     assert message in lines[0]
 
 
-def test_a_file_that_may_not_be_read_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse() -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "/other/model")
-
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(refuse)
-    assert capsys.readouterr().err.startswith("farspan: /other/model: Permission denied; fix")
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("error", "code", "words"),
     [
-        MemoryError(),
-        ImportError("libgfortran.so.5: failed to map segment from shared object"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/other/model"),
+            "2",
+            "/other/model: Permission denied; fix",
+        ),
+        (MemoryError(), "1", "main memory: this process can get no more"),
+        (
+            ImportError("libgfortran.so.5: failed to map segment from shared object"),
+            "1",
+            "main memory: this process can get no more",
+        ),
     ],
 )
-def test_a_limit_of_memory_is_one_line(
-    capsys: pytest.CaptureFixture[str], error: Exception
+def test_what_the_system_refuses_is_one_line(
+    capsys: pytest.CaptureFixture[str], error: Exception, code: str, words: str
 ) -> None:
     def refuse() -> None:
         raise error
 
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match=code):
         cli.main(refuse)
-    said = capsys.readouterr().err
-    assert said.startswith("farspan: main memory: this process can get no more")
-    assert "ulimit -v" in said
+    assert capsys.readouterr().err.startswith(f"farspan: {words}")
 
 
-def test_train_from_a_run_file_to_a_model_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_from_a_run_file_to_a_model_that_loads(command: Command, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
     values: dict[str, Any] = {
         "model": {"config": CONFIG},
@@ -194,33 +153,17 @@ def test_train_from_a_run_file_to_a_model_that_loads(
     run_file.write_text(yaml.safe_dump(values))
     out = tmp_path / "out"
     arguments = ["train", str(run_file), "--folder", str(out), "--strategy", "oomb", "--json"]
-    assert run(monkeypatch, *arguments) == 0
-    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    result = json.loads(command(*arguments).out.strip().splitlines()[-1])
     assert result["step"] == 3
     AutoModelForCausalLM.from_pretrained(out / "model")
-    assert run(monkeypatch, *arguments, "--steps", "3") == 0  # nothing left to do
-
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, list[str]]]:
-    """Runs that were to be trained, with what is said first; each ends at once, as RESULT."""
-    runs: list[tuple[RunConfig, list[str]]] = []
-
-    def end(asked: RunConfig, *, notes: list[str], **_: Any) -> TrainingResult:
-        runs.append((asked, notes))
-        return RESULT
-
-    monkeypatch.setattr("farspan.cli.with_torch.train", end)
-    return runs
+    command(*arguments, "--steps", "3")  # nothing left to do
 
 
 @pytest.mark.parametrize("name", ["auto", "oomb"])
-def test_a_strategy_comes_whole(
-    name: str, trained: list[tuple[RunConfig, list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategy_comes_whole(command: Command, name: str, trained: Begun) -> None:
     """The default run gives its strategy a chunk, which means nothing to another one."""
-    assert run(monkeypatch, "train", "--strategy", name) == 0
-    assert run(monkeypatch, "train") == 0
+    command("train", "--strategy", name)
+    command("train")
     (other, notes), (default, no_notes) = trained
     assert other.schedule == ScheduleConfig(strategy=name)
     assert notes == [f"schedule: {name} replaces grouped and drops its chunk: 2048"]
@@ -229,17 +172,15 @@ def test_a_strategy_comes_whole(
 
 
 def test_a_result_is_valid_json_whatever_the_loss(
-    trained: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, trained: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del trained
-    assert run(monkeypatch, "train", "--json") == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    found = json.loads(command("train", "--json").out, parse_constant=pytest.fail)
     assert found["heldout_loss"] == "nan"
     assert found["comparison"] is None
     planned = replace(RESULT, heldout_loss=1.5, comparison=PlanComparison(5, 4, 2.0, None))
     monkeypatch.setattr("farspan.cli.with_torch.train", lambda *_, **__: planned)
-    assert run(monkeypatch, "train", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = command("train", "--json").json()
     assert found["heldout_loss"] == 1.5
     assert found["comparison"] == {
         "predicted_bytes": 5,
@@ -259,41 +200,28 @@ def test_a_result_is_valid_json_whatever_the_loss(
     ],
 )
 def test_verify_takes_grouped_for_auto_and_says_so(
+    command: Command,
     schedule: dict[str, Any],
     arguments: list[str],
     stands_in: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     values = {"model": {"config": CONFIG}, "data": {"source": "stdlib"}, "schedule": schedule}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values))
-    assert run(monkeypatch, "verify", str(file), "--context", "64", "--json", *arguments) == 0
-    said = capsys.readouterr()
+    said = command("verify", str(file), "--context", "64", "--json", *arguments)
     assert json.loads(said.out)["passed"]
     assert ("grouped instead of auto" in said.err) == stands_in
 
 
-@pytest.mark.parametrize("parallel", [None, "auto", {"ulysses": 2}])
-def test_verify_says_that_it_leaves_ranks_out(
-    parallel: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    values = {"model": {"config": CONFIG}, "data": {"source": "stdlib"}, "parallel": parallel}
+def test_verify_says_that_it_leaves_ranks_out(command: Command, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"model": {"config": CONFIG}, "data": {"source": "stdlib"}}
+    values["parallel"] = {"ulysses": 2}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values))
-    assert run(monkeypatch, "verify", str(file), "--context", "64", "--json") == 0
-    said = capsys.readouterr()
+    said = command("verify", str(file), "--context", "64", "--json")
     assert json.loads(said.out)["passed"]
-    assert ("parallel: ignored: one process" in said.err) == (parallel is not None)
-
-
-def test_the_schedule_that_is_verified() -> None:
-    assert base_schedule(None, "auto", 4, 64)[0] == strategy("grouped", 4, 64)
-    assert base_schedule(None, None, 4, 64) == (strategy("grouped", 4, 64), None)
+    assert "parallel: ignored: one process" in said.err
 
 
 @pytest.fixture
@@ -315,38 +243,41 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_every_command_that_reads_a_run_file_sets_its_keys(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, run_file: Path
 ) -> None:
     one = ["--set", "steps=2", "--set", "model.config.num_hidden_layers=1"]
-    assert run(monkeypatch, "train", str(run_file), "--json", *one) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    assert command("train", str(run_file), "--json", *one).json()["steps"] == 2
     config = json.loads((run_file.parent / "out" / "model" / "config.json").read_text())
     assert config["num_hidden_layers"] == 1
-    assert run(monkeypatch, "verify", str(run_file), "--context", "32", "--json", *one) == 0
-    assert json.loads(capsys.readouterr().out)["checked_parameters"] == 15
-    assert run(monkeypatch, "data", str(run_file), "--set", "context=50") == 0
-    assert "sequences of 50" in capsys.readouterr().out
-    assert run(monkeypatch, "plan", str(run_file), "--machine", "h100", "--json", *one) == 0
-    assert json.loads(capsys.readouterr().out)["run"]["steps"] == 2
-    for command in (["plan", "--model", "Qwen3-8B", "--context", "8K"], ["verify", "Qwen3-8B"]):
-        assert run(monkeypatch, *command, "--set", "steps=2") == 2
-        assert "--set steps=2: needs a run file" in capsys.readouterr().err
+    assert (
+        command("verify", str(run_file), "--context", "32", "--json", *one).json()[
+            "checked_parameters"
+        ]
+        == 15
+    )
+    assert "sequences of 50" in command("data", str(run_file), "--set", "context=50").out
+    assert (
+        command("plan", str(run_file), "--machine", "h100", "--json", *one).json()["run"]["steps"]
+        == 2
+    )
+    for words in (["plan", "--model", "Qwen3-8B", "--context", "8K"], ["verify", "Qwen3-8B"]):
+        assert "--set steps=2: needs a run file" in command(*words, "--set", "steps=2", code=2).err
 
 
 def test_a_run_begins_from_another_and_resumes_by_its_own_command(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, run_file: Path
 ) -> None:
     root = run_file.parent
     short = ["train", str(run_file), "--json", "--steps"]
-    assert run(monkeypatch, *short, "2") == 0
+    command(*short, "2")
     other = ["3", "--folder", str(root / "other")]
-    assert run(monkeypatch, *short, *other, "--from", f"{root}/out/", "--with-states") == 0
-    said = capsys.readouterr().err
+    said = command(*short, *other, "--from", f"{root}/out/", "--with-states").err
     assert f"start: resumes from {root}/out/checkpoints/step-00000002, after step 2 of 3" in said
-    assert run(monkeypatch, *short, *other) == 0
-    assert "resuming after step 3 of 3" in capsys.readouterr().err
-    assert run(monkeypatch, *short, "3", "--with-states") == 2
-    assert "--with-states: needs a run to continue; name it with --from" in capsys.readouterr().err
+    assert "resuming after step 3 of 3" in command(*short, *other).err
+    assert (
+        "--with-states: needs a run to continue; name it with --from"
+        in command(*short, "3", "--with-states", code=2).err
+    )
 
 
 @contextmanager
@@ -415,29 +346,25 @@ def _model(folder: Path) -> Any:
 
 def test_help_of_the_group_says_what_each_command_says() -> None:
     for name, lazy in cli.COMMANDS.items():
-        command = typer.main.get_command(getattr(import_module(lazy.module), lazy.app))
-        assert command.name == name
-        assert (command.help or "").splitlines()[0] == lazy.help
+        own = typer.main.get_command(getattr(import_module(lazy.module), lazy.app))
+        assert own.name == name
+        assert (own.help or "").splitlines()[0] == lazy.help
 
 
-def test_version_and_unknown_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out.strip() == f"farspan {VERSION}"
-    assert run(monkeypatch, "trian") == 2
-    assert "Did you mean 'train'" in capsys.readouterr().err
+def test_version_and_unknown_command(command: Command) -> None:
+    assert command("--version").out.strip() == f"farspan {VERSION}"
+    assert "Did you mean 'train'" in command("trian", code=2).err
 
 
 def test_what_training_could_not_write_is_one_line_and_exit_code_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise WriteFailed("disk full")
 
     monkeypatch.setattr("farspan.cli.with_torch.train", fail)
-    assert run(monkeypatch, "train", "--folder", str(tmp_path)) == 1
-    assert capsys.readouterr().err.strip() == "farspan: disk full"
+    said = command("train", "--folder", str(tmp_path), code=1)
+    assert said.err.strip() == "farspan: disk full"
 
 
 COMPLETING = "import sys; sys.argv = ['farspan']; from farspan.cli import main; main()"

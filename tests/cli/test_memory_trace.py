@@ -61,11 +61,8 @@ def test_temporaries_are_named() -> None:
     ("arguments", "words"),
     [
         (("--context", "1K"), "model: give --model"),
-        (("--model", "no such"), "context: give"),
         (("--model", "no such", "--context", "1K"), "model: 'no such' is no preset"),
         ((*SMALL, "--context", "1K", "--strategy", "x"), "strategy: 'x' is not known"),
-        ((*SMALL, "--context", "1K", "--dtype", "int3"), "dtype"),
-        ((*SMALL, "--context", "1K", "x"), "arguments: 'x' is for a program"),
         ((*SMALL, "--record", "x.py"), "record: records a program, not a model"),
         (("--record", "/no/such.py"), r"record: /no/such\.py is not a file"),
     ],

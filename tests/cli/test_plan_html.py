@@ -67,11 +67,3 @@ def test_what_does_not_fit_has_no_step(browser: Browser, tmp_path: Path) -> None
     assert "Cheapest changes that make it fit:" in text
     for words in ("The schedule", "grid of cells", "tokens a second", "MFU", "Seconds by kind"):
         assert words not in text, words
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "nowhere" / "plan.html"
-    done = CliRunner().invoke(cli.app, (*ASKED, "--context", "8K", "--html", str(file)))
-    assert done.exit_code != 0
-    assert "html: " in str(done.exception)
-    assert "cannot be written" in str(done.exception)

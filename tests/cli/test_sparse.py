@@ -1,6 +1,5 @@
 """`--sparse` of `farspan train` and `farspan verify`."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,13 @@ import torch
 import yaml
 
 from farspan.cli.verify import attention_for
-from farspan.cli.with_torch import result_json, trained_model
+from farspan.cli.with_torch import trained_model
 from farspan.formatting import read_sparse
 from farspan.sparse.index import Index, principal_index
-from farspan.spec import Sparse, UnsupportedError
-from farspan.train.config import RunConfig, SparseConfig, load_run
+from farspan.spec import Sparse
+from farspan.train.config import SparseConfig, load_run
 from farspan.train.step_runner import TrainingResult
-from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
-
-__all__ = ["folder", "trained"]  # fixtures
+from tests.cli.conftest import CONFIG, Begun, Command
 
 SMALL = "page=8,budget=16,recent=8,sinks=8"
 
@@ -49,11 +46,8 @@ def run_file(tmp_path: Path) -> Path:
 
 
 class TestTrain:
-    def test_every_word_says_so(
-        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run(monkeypatch, "train", str(run_file)) == 0
-        said = capsys.readouterr().out.splitlines()
+    def test_every_word_says_so(self, command: Command, run_file: Path) -> None:
+        said = command("train", str(run_file)).out.splitlines()
         assert said[-2].startswith("3 steps done with sparse attention, an approximation; ")
         losses = [line for line in said if " loss " in line and line.startswith("step ")]
         assert len(losses) >= 4
@@ -61,13 +55,6 @@ class TestTrain:
         steps = [line for line in losses if "held-out" not in line]
         assert len(steps) == 3
         assert all(", mass 0." in line or ", mass 1." in line for line in steps)
-
-    def test_json(
-        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run(monkeypatch, "train", str(run_file), "--json") == 0
-        assert json.loads(capsys.readouterr().out)["attention"] == "sparse"
-        assert "attention" not in result_json(RESULT)
 
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -79,9 +66,9 @@ class TestTrain:
     )
     def test_in_place_of_the_run_file_s(
         self,
+        command: Command,
         run_file: Path,
-        trained: list[tuple[RunConfig, list[str]]],
-        monkeypatch: pytest.MonkeyPatch,
+        trained: Begun,
         text: str,
         expected: SparseConfig | None,
     ) -> None:
@@ -89,52 +76,22 @@ class TestTrain:
         values = yaml.safe_load(run_file.read_text())
         del values["schedule"]["chunk"]
         run_file.write_text(yaml.safe_dump(values))
-        assert run(monkeypatch, "train", str(run_file), "--sparse", text) == 0
+        command("train", str(run_file), "--sparse", text)
         ((asked, notes),) = trained
         assert asked.sparse == expected
         dense = "sparse: dense attention replaces the run file's sparse attention"
         assert notes == ([] if expected else [dense])
 
     def test_a_sparsity_that_goes_is_told(
-        self,
-        run_file: Path,
-        trained: list[tuple[RunConfig, list[str]]],
-        monkeypatch: pytest.MonkeyPatch,
+        self, command: Command, run_file: Path, trained: Begun
     ) -> None:
         values = yaml.safe_load(run_file.read_text())
         values["sparse"]["sparsity"] = 0.9
         run_file.write_text(yaml.safe_dump(values))
-        assert run(monkeypatch, "train", str(run_file), "--sparse", SMALL) == 0
+        command("train", str(run_file), "--sparse", SMALL)
         ((asked, notes),) = trained
         assert asked.sparse == SparseConfig(8, 16, 8, 8, warn_below=0.5)
         assert notes == ["sparse: --sparse drops the run file's sparsity: 0.9"]
-
-    def test_without_a_run_file(
-        self, trained: list[tuple[RunConfig, list[str]]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert run(monkeypatch, "train", "--sparse", "on") == 0
-        assert run(monkeypatch, "train") == 0
-        assert [asked.sparse for asked, _ in trained] == [SparseConfig(), None]
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("maybe", "sparse: expected on, off or fields such as"),
-            ("page=48", "sparse.budget: expected a multiple of page (48 tokens)"),
-            ("selector=index", "sparse.index: selector index needs the folder of an index"),
-            ("page=24,budget=48", "schedule.chunk: expected a multiple of page (24 tokens)"),
-        ],
-    )
-    def test_what_is_refused(
-        self,
-        run_file: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        text: str,
-        message: str,
-    ) -> None:
-        assert run(monkeypatch, "train", str(run_file), "--sparse", text) == 2
-        assert message in capsys.readouterr().err
 
     def test_an_interrupted_run_says_so_too(self) -> None:
         ended = TrainingResult(Path("out"), 2, 3, 1.0, None, 0, 2, sparse=True)
@@ -155,41 +112,34 @@ class TestVerify:
         assert found is not None
         assert found.index == index
 
-    def test_an_index_that_no_run_file_names(self) -> None:
-        with pytest.raises(UnsupportedError, match=r"^sparse.index: .* name it in a run file"):
-            attention_for(None, f"{SMALL},selector=index")
-
-    def test_exact_and_how_far_from_dense(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_exact_and_how_far_from_dense(self, command: Command, folder: Path) -> None:
         shape = ["--context", "100", "--chunk", "16", "--documents", "2", "--sparse", SMALL]
-        assert run(monkeypatch, "verify", str(folder), *shape, "--json") == 0
-        found = json.loads(capsys.readouterr().out)
+        found = command("verify", str(folder), *shape, "--json").json()
         assert found["passed"]
         assert found["max_relative_error"] <= 1e-12
         errors = found["sparse"]["dense_error"]
         assert list(errors) == ["0", "1", "2"]
         assert {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"} <= errors["0"].keys()
         assert found["sparse"]["gradient_error"] > 1e-6
-        assert run(monkeypatch, "verify", str(folder), *shape) == 0
-        said = " ".join(capsys.readouterr().out.split())
+        said = " ".join(command("verify", str(folder), *shape).out.split())
         assert "exact as the sparse function, not as dense attention" in said
         assert "APPROXIMATE: relative error of gradients against dense attention" in said
         assert "nothing is hidden" not in said
 
     def test_what_is_broken_fails(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("farspan.sparse.engine.BufferPages.add", lambda *_: None)
         shape = ["--context", "100", "--chunk", "16", "--sparse", SMALL]
-        assert run(monkeypatch, "verify", str(folder), *shape) == 1
-        assert "NOT exact as the sparse function, not as dense attention" in capsys.readouterr().out
+        assert (
+            "NOT exact as the sparse function, not as dense attention"
+            in command("verify", str(folder), *shape, code=1).out
+        )
 
-    def test_where_nothing_is_hidden_it_says_so(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run(monkeypatch, "verify", str(folder), "--context", "64", "--sparse", "on") == 0
-        said = " ".join(capsys.readouterr().out.split())
+    def test_where_nothing_is_hidden_it_says_so(self, command: Command, folder: Path) -> None:
+        said = " ".join(
+            command("verify", str(folder), "--context", "64", "--sparse", "on").out.split()
+        )
         assert "nothing is hidden at this length" in said
         assert "approximat" not in said.lower()
 
@@ -198,30 +148,14 @@ class TestVerify:
         [([], True), (["--sparse", "off"], False), (["--chunk", "24"], True)],
     )
     def test_the_run_file_s(
-        self,
-        run_file: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        arguments: list[str],
-        is_sparse: bool,
+        self, command: Command, run_file: Path, arguments: list[str], is_sparse: bool
     ) -> None:
         shape = ["--context", "100", "--json"]
-        assert run(monkeypatch, "verify", str(run_file), *shape, *arguments) == 0
-        found = json.loads(capsys.readouterr().out)["sparse"]
+        found = command("verify", str(run_file), *shape, *arguments).json()["sparse"]
         assert (found is not None) == is_sparse
         if is_sparse:
             assert found["pages"] == asdict(read_sparse(SMALL) or Sparse())
             assert found["selector"] == "TopK(pages=2)"
-
-    def test_the_run_file_s_sparsity(
-        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        values = yaml.safe_load(run_file.read_text())
-        values["sparse"]["sparsity"] = 0.9
-        run_file.write_text(yaml.safe_dump(values))
-        assert run(monkeypatch, "verify", str(run_file), "--context", "100", "--json") == 0
-        selector = json.loads(capsys.readouterr().out)["sparse"]["selector"]
-        assert selector == "Fraction(sparsity=0.9)"
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -231,27 +165,20 @@ class TestVerify:
         ],
     )
     def test_a_chunk_that_is_given_is_of_whole_pages(
-        self,
-        run_file: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        arguments: list[str],
-        message: str,
+        self, command: Command, run_file: Path, arguments: list[str], message: str
     ) -> None:
-        assert run(monkeypatch, "verify", str(run_file), "--context", "100", *arguments) == 2
-        assert message in capsys.readouterr().err
+        assert (
+            message in command("verify", str(run_file), "--context", "100", *arguments, code=2).err
+        )
 
 
 class TestText:
     """`farspan verify --text`: which budget keeps enough."""
 
-    def test_a_table_and_what_follows(
-        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_table_and_what_follows(self, command: Command, run_file: Path) -> None:
         text = str(run_file.parent / "*.txt")
         shape = ["--text", text, "--context", "97"]
-        assert run(monkeypatch, "verify", str(run_file), *shape) == 0
-        said = capsys.readouterr()
+        said = command("verify", str(run_file), *shape)
         lines = said.out.splitlines()
         heading = next(line for line in lines if line.startswith("budget"))
         assert heading.split()[2:9:3] == ["submeans", "mean", "random"]
@@ -264,8 +191,7 @@ class TestText:
         assert "loss of the last 24 tokens: dense" in said.out
         assert said.err.splitlines()[0] == "reading 97 tokens with dense attention"
         other = ["--sparse", "page=16,recent=0,sinks=16", "--chunk", "32", "--batch", "2"]
-        assert run(monkeypatch, "verify", str(run_file), *shape, *other, "--json") == 0
-        found = json.loads(capsys.readouterr().out)
+        found = command("verify", str(run_file), *shape, *other, "--json").json()
         assert found["budgets"] == [0, 16, 32, 48]
         assert found["queries"] == 2 * 32
         assert set(found["losses"]) == set(found["kept"]) == {"submeans", "mean", "random"}
@@ -288,30 +214,17 @@ class TestText:
         ],
     )
     def test_what_cannot_be_compared_is_refused(
-        self,
-        run_file: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        arguments: list[str],
-        message: str,
+        self, command: Command, run_file: Path, arguments: list[str], message: str
     ) -> None:
         shape = ["--text", str(run_file.parent / "text.txt"), "--context", "96"]
-        assert run(monkeypatch, "verify", str(run_file), *shape, *arguments) == 2
-        assert message in capsys.readouterr().err
-
-    def test_a_model_without_weights_has_nothing_to_say(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (folder / "text.txt").write_text("to be or not to be")
-        assert run(monkeypatch, "verify", str(folder), "--text", str(folder / "text.txt")) == 2
-        assert "model" in capsys.readouterr().err
+        assert message in command("verify", str(run_file), *shape, *arguments, code=2).err
 
 
 class TestIndex:
     """`farspan index`: made by a command, named by a run."""
 
     def test_a_run_names_it_makes_it_and_trains_with_it(
-        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, command: Command, run_file: Path
     ) -> None:
         values = yaml.safe_load(run_file.read_text())
         folder, text = run_file.parent / "keys", str(run_file.parent / "text.txt")
@@ -320,23 +233,29 @@ class TestIndex:
         values["sparse"] |= {"selector": "index", "index": str(folder), "index_dim": 2}
         run_file.write_text(yaml.safe_dump(values))
         longer = ["--context", "1200"]
-        assert run(monkeypatch, "train", str(run_file)) == 2
-        assert "or make one with farspan index" in capsys.readouterr().err
-        assert run(monkeypatch, "index", str(run_file), "--text", text, *longer) == 0
-        assert f"index: {folder}, index_dim: 2}}" in capsys.readouterr().out
+        assert "or make one with farspan index" in command("train", str(run_file), code=2).err
+        assert (
+            f"index: {folder}, index_dim: 2}}"
+            in command("index", str(run_file), "--text", text, *longer).out
+        )
         ids = torch.tensor([list(Path(text).read_bytes()[:1024])])
         model, _ = trained_model(str(run_file), load_run(run_file), "float32", 3)
         expected = principal_index(model, ids, 2, 1200)
         assert Index.load(folder).digest() == expected.digest()
-        assert run(monkeypatch, "train", str(run_file)) == 0
+        command("train", str(run_file))
         wide = ["--dim", "9", "-o", str(folder / "wide")]  # heads have 8
-        assert run(monkeypatch, "index", str(run_file), "--text", text, *wide) == 0
-        assert "wide: an index of 8 dims" in capsys.readouterr().out
+        assert (
+            "wide: an index of 8 dims" in command("index", str(run_file), "--text", text, *wide).out
+        )
         short = ["--text", str(run_file.parent / "held.txt"), "-o", str(folder / "new"), *longer]
-        assert run(monkeypatch, "index", str(run_file), *short) == 2
-        assert "fewer than the required 1,024; give more text\n" in capsys.readouterr().err
-        assert run(monkeypatch, "index", str(run_file), "--text", text) == 2
-        assert f"output: {folder} exists already" in capsys.readouterr().err
+        assert (
+            "fewer than the required 1,024; give more text\n"
+            in command("index", str(run_file), *short, code=2).err
+        )
+        assert (
+            f"output: {folder} exists already"
+            in command("index", str(run_file), "--text", text, code=2).err
+        )
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -344,26 +263,17 @@ class TestIndex:
             ([], "output: missing; give --output FOLDER"),
             (["-o", "new", "--text", "none.txt"], "--text: no file matches 'none.txt'"),
             (["-o", "new", "--context", "257"], "max_position_embeddings of 256"),
-            (["-o", "new", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
         ],
     )
     def test_what_is_refused(
         self,
+        command: Command,
         run_file: Path,
         monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
         arguments: list[str],
         message: str,
     ) -> None:
         monkeypatch.chdir(run_file.parent)
         given = ["--text", "text.txt", *arguments]
-        assert run(monkeypatch, "index", "run.yaml", *given) == 2
-        assert message in capsys.readouterr().err
+        assert message in command("index", "run.yaml", *given, code=2).err
         assert not Path("new").exists()
-
-    def test_a_folder_has_no_context_of_its_own(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        given = ["--text", str(folder), "-o", str(folder / "new")]
-        assert run(monkeypatch, "index", str(folder), *given) == 2
-        assert "context: missing; give --context" in capsys.readouterr().err

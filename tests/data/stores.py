@@ -1,8 +1,34 @@
-"""Stores of which every token says where it is from."""
+"""Stores of which every token says where it is from, and sequences of records."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from farspan.data.token_cache import TokenStore
+from farspan.data.config import DataConfig, SourceKind
+from farspan.data.corpus import Corpus, open_corpus
+from farspan.data.token_cache import TokenStore, unwatched
+from farspan.data.tokenizers import ByteTokenizer, Tokenizer
+
+
+def open_records(
+    folder: Path,
+    *records: object,
+    tokenizer: Tokenizer | None = None,
+    context: int = 200,
+    **fields: Any,
+) -> Corpus:
+    """The sequences of records, of bytes without a tokenizer; the folder has their file."""
+    path = folder / "data.jsonl"
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    if not path.exists() or path.read_text() != text:  # or its cache would be another's
+        path.write_text(text)
+    config = DataConfig(
+        source=SourceKind.JSONL, path=str(path), cache=str(folder / "cache"), **fields
+    )
+    use = tokenizer or ByteTokenizer()
+    return open_corpus(config, use, context=context, seed=0, watch=unwatched)
 
 
 def make_store(lengths: list[int], trained: list[bool] | None = None) -> TokenStore:

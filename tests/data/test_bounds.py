@@ -2,10 +2,7 @@
 within seconds and a little memory."""
 
 import json
-import os
-import resource
-import signal
-import traceback
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +13,7 @@ import torch
 
 from farspan.ask import MOST_DEVICES, Request
 from farspan.data.tokenizers import load_tokenizer
-from farspan.formatting import MOST_TOKENS, read_tokens
+from farspan.formatting import MOST_TOKENS
 from farspan.hf.load import Weights, load_config, load_model
 from farspan.profile.catalog import (
     LARGEST_CONFIG,
@@ -27,6 +24,7 @@ from farspan.profile.catalog import (
 from farspan.spec import UnsupportedError
 from farspan.train.config import MOST_BATCHES, MOST_PIECES, load_run
 from farspan.train.yaml_config import LONGEST_FILE, MOST_VALUES, read_mapping
+from tests.data.bounded import bounded
 
 SECONDS = 2.0  # of CPU, that an error may take
 MEMORY = 2**30  # bytes beyond those of the start
@@ -34,30 +32,9 @@ LEAST = "model: {config: {model_type: qwen2}}\ndata: {source: stdlib}\n"
 
 
 def assert_refused(call: Callable[[], Any], match: str) -> None:
-    """The call is refused with these words, in a process that the kernel ends beyond the limits."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            with pytest.raises(UnsupportedError, match=match):
-                call()
-            status = 0
-        except BaseException:
-            os.write(theirs, traceback.format_exc().encode()[-60_000:])
-        finally:
-            os._exit(status)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        words = pipe.read().decode()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code != -signal.SIGPROF, f"took more than {SECONDS} s"
-    assert code == 0, words
+    """The call is refused with these words, within the limits."""
+    found = bounded(call, SECONDS, MEMORY)
+    assert re.search(f"^UnsupportedError: .*{match}", found), found
 
 
 def laughs(levels: int, form: str) -> str:
@@ -126,8 +103,6 @@ def test_as_many_keys_as_a_file_may_have(tmp_path: Path, line: str) -> None:
         ("batch: 1000000000000", "batch: 8,192 x 1,000,000,000,000 tokens are more than"),
         ("accumulate: 1000000000000", f"accumulate: expected at most {MOST_BATCHES:,}"),
         ("schedule: {chunk: 1000000000000}", "schedule.chunk: 1000000000000 tokens are more"),
-        ("schedule: {kv_block: 1T}", "schedule.kv_block: 1T tokens are more"),
-        ("schedule: {loss_chunk_size: 1T}", "schedule.loss_chunk_size: 1T tokens are more"),
         ("sparse: {budget: 1000000000000}", "sparse.budget: 1000000000000 tokens are more"),
         ("context: 1M\nschedule: {chunk: 1}", rf"schedule.chunk: 1 .* {MOST_PIECES:,} .* least 16"),
         ("context: 1M\nschedule: {kv_block: 2}", "schedule.kv_block: 2 would cut 1,048,576"),
@@ -137,14 +112,6 @@ def test_counts_that_no_run_has(tmp_path: Path, line: str, words: str) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(LEAST + line)
     assert_refused(lambda: load_run(run), words)
-
-
-def test_the_longest_context() -> None:
-    assert read_tokens("1G", "context") == MOST_TOKENS
-    with pytest.raises(
-        UnsupportedError, match="context: 1073741825 tokens are more than the limit"
-    ):
-        read_tokens(MOST_TOKENS + 1, "context")
 
 
 def test_devices_that_no_machine_has() -> None:
@@ -165,9 +132,6 @@ TINY = {
 SIZES = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected at most 10,000, .* 1,000,000,000"),
     ({"vocab_size": 2**40}, "vocab_size: expected at most 16,777,216"),
-    ({"hidden_size": 2**40}, "hidden_size: expected at most 1,048,576"),
-    ({"intermediate_size": 2**62}, "intermediate_size: expected at most 1,048,576"),
-    ({"num_attention_heads": 2**40}, "num_attention_heads: expected at most 16,384"),
     ({"head_dim": 2**40}, "head_dim: expected at most 1,048,576"),
 ]
 

@@ -12,12 +12,13 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from farspan.data import token_cache
-from farspan.data.config import DataConfig, SourceKind
+from farspan.data.config import DataConfig
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
-from farspan.data.tokenizers import ByteTokenizer, HubTokenizer, Written, load_tokenizer
+from farspan.data.tokenizers import HubTokenizer, Written, load_tokenizer
 from farspan.spec import UnsupportedError
 from tests.data.characters import character_tokenizer
+from tests.data.stores import open_records
 
 TURNS = """
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}
@@ -75,20 +76,10 @@ def build(tmp_path: Path) -> Build:
     """A corpus of these chats, of a tokenizer with a token a character and this template."""
 
     def make(template: str | None, *chats: object, tools: object = None, **fields: Any) -> Corpus:
-        folder, path = tmp_path / "tokenizer", tmp_path / "data.jsonl"
-        character_tokenizer(template).save_pretrained(folder)
+        character_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
         records = [{"messages": c, **({"tools": tools} if tools else {})} for c in chats]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        config = DataConfig(
-            source=SourceKind.JSONL,
-            path=str(path),
-            format="chat",  # type: ignore[arg-type]
-            tokenizer=str(folder),
-            cache=str(tmp_path / "cache"),
-            **fields,
-        )
-        use = load_tokenizer(str(folder))
-        return open_corpus(config, use, context=200, seed=0, watch=lambda *_: None)
+        use = load_tokenizer(str(tmp_path / "tokenizer"))
+        return open_records(tmp_path, *records, tokenizer=use, format="chat", **fields)
 
     return make
 
@@ -192,30 +183,6 @@ def test_a_chat_that_cannot_be_read_is_refused(
         build(template, chat)
 
 
-def test_a_template_of_one_s_own_is_taken(build: Build, tmp_path: Path) -> None:
-    path = tmp_path / "own.jinja"
-    path.write_text(MARKED)
-    text, spoken = read(build(REWRITING, CHAT, chat_template=str(path)))
-    assert spoken == masked(text, "ho$", "yes$")
-    with pytest.raises(UnsupportedError, match=r"none\.jinja: cannot be read"):
-        build(TURNS, CHAT, chat_template=str(tmp_path / "none.jinja"))
-
-
-def test_another_template_gives_another_store(build: Build) -> None:
-    assert build(TURNS, CHAT).identity != build(NO_END, CHAT).identity
-
-
-def test_chats_need_a_template(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"messages": CHAT}))
-    fields: dict[str, Any] = {"source": "jsonl", "path": str(path), "format": "chat"}
-    config = DataConfig(**fields, tokenizer="bytes", cache=str(tmp_path / "cache"))
-    with pytest.raises(
-        UnsupportedError, match=r"data\.format: chat needs a tokenizer with a chat template"
-    ):
-        open_corpus(config, ByteTokenizer(), context=200, seed=0, watch=lambda *_: None)
-
-
 def test_a_dataset_of_chats_is_read_with_its_tools(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     """Keys that a table fills in because other rows have them are not there."""
@@ -255,33 +222,24 @@ def as_sharegpt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{"from": SPOKEN[m["role"]], "value": m["content"]} for m in messages]
 
 
-@pytest.mark.parametrize("setting", [{}, {"format": "sharegpt"}])
-def test_sharegpt_is_a_chat_with_other_words(tmp_path: Path, setting: dict[str, str]) -> None:
+def test_sharegpt_is_a_chat_with_other_words(tmp_path: Path) -> None:
     """Known by its fields; to the token what a chat of the same words is."""
-    folder, path = tmp_path / "tokenizer", tmp_path / "data.jsonl"
-    character_tokenizer(TOOLS).save_pretrained(folder)
-    tokenizer = load_tokenizer(str(folder))
+    character_tokenizer(TOOLS).save_pretrained(tmp_path / "tokenizer")
+    use = load_tokenizer(str(tmp_path / "tokenizer"))
     told = [*CHAT[:3], {"role": "tool", "content": "42"}, CHAT[3]]
     tools = [{"name": "add"}]
-    records = [
-        {"conversations": as_sharegpt(told), "system": "be brief", "tools": json.dumps(tools)},
-        {"conversations": told},
-    ]
 
-    def opened(record: Any, **fields: Any) -> Corpus:
-        path.write_text(json.dumps(record) + "\n")
-        config = DataConfig(
-            source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields
-        )
-        return open_corpus(config, tokenizer, context=200, seed=0, watch=lambda *_: None)
+    def found(**record: Any) -> tuple[str, str]:
+        return read(open_records(tmp_path, record, tokenizer=use))
 
     text = "(add)[system]be brief$[user]hi$[assistant]ho$[user]so?$[tool]42$[assistant]yes$"
-    found = read(opened(records[0], **setting))
-    assert found == (text, masked(text, "ho$", "yes$"))
+    expected = text, masked(text, "ho$", "yes$")
+    said = as_sharegpt(told)
+    assert found(conversations=said, system="be brief", tools=json.dumps(tools)) == expected
     system = {"role": "system", "content": "be brief"}
-    assert read(opened({"messages": [system, *told], "tools": tools}, format="chat")) == found
-    if not setting:  # roles and contents under ShareGPT's name
-        assert read(opened(records[1])) == read(opened({"messages": told}))
+    assert found(messages=[system, *told], tools=tools) == expected
+    # Roles and contents under ShareGPT's name.
+    assert found(conversations=told) == found(messages=told)
 
 
 @pytest.mark.parametrize(
@@ -306,17 +264,13 @@ def test_what_sharegpt_does_not_say_is_refused(
     tmp_path: Path, record: dict[str, Any], message: str
 ) -> None:
     character_tokenizer(TOOLS).save_pretrained(tmp_path / "tokenizer")
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    config = DataConfig(source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"))
     use = load_tokenizer(str(tmp_path / "tokenizer"))
     with pytest.raises(UnsupportedError, match=message):
-        open_corpus(config, use, context=200, seed=0, watch=lambda *_: None)
+        open_records(tmp_path, record, tokenizer=use)
 
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 LARGE = "{{ 'x' * 4000000000 }}"
-GROWING = "{% set n = namespace(t='x' * 1000) %}{% for a in range(60) %}{% set n.t = n.t + n.t %}"
 # One operation, in which Python handles no signal.
 POWER = "{% set n = messages | length + 4 %}{{ (n ** (n ** n)) % 7 }}"
 
@@ -327,7 +281,6 @@ POWER = "{% set n = messages | length + 4 %}{{ (n ** (n ** n)) % 7 }}"
         (ENDLESS, r"takes more than 0\.5 s of CPU; leave this record out"),
         (POWER, r"takes more than 0\.5 s of CPU"),
         (LARGE, "needs more than 512 MiB; leave this record out"),
-        (GROWING + "{% endfor %}{{ n.t }}", "needs more than 512 MiB"),
     ],
 )
 def test_a_template_has_limits(
@@ -343,10 +296,3 @@ def test_a_template_has_limits(
     assert sum(os.times()[:4]) - begin < token_cache.CPU_SECONDS + 1
     gc.collect()  # the reading that was given up
     assert set(psutil.Process().children()) <= before
-
-
-def test_what_a_template_raises_comes_from_its_process(build: Build) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"line 1: the chat template cannot render field 'mess.*: no"
-    ):
-        build("{{ raise_exception('no') }}", CHAT)

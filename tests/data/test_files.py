@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from farspan.data.config import DataConfig, SourceKind
-from farspan.data.corpus import open_source
-from farspan.data.formats import text_of
+from farspan.data.formats import TextForm, text_of
 from farspan.data.sources import DataFiles, find_files, stdlib_files
-from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import UnsupportedError
 
 
@@ -99,6 +97,36 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) ->
         texts(DataFiles((path,)))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [r'{"text": "\ud800 x"}', '{"text": "x", "n": ' + "9" * 5000 + "}", "[" * 100_000],
+    ids=["surrogate", "number", "nesting"],
+)
+def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(UnsupportedError, match=r"data\.jsonl: line 2"):
+        [TextForm("text").read(document) for document in DataFiles((path,)).documents()]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ('{"text": "a", "text": "b"}', "text"),
+        (
+            '{"text": "a", "messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            "content",
+        ),
+    ],
+)
+def test_a_field_that_is_given_twice_is_named(tmp_path: Path, line: str, name: str) -> None:
+    """json reads the last one, and drops the first."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UnsupportedError, match=f"line 1 .* field '{name}' is given twice"):
+        list(DataFiles((path,)).documents())
+
+
 def test_the_standard_library_is_there_without_tests_and_tables() -> None:
     files = stdlib_files()
     names = {path.name for path in files}
@@ -107,16 +135,6 @@ def test_the_standard_library_is_there_without_tests_and_tables() -> None:
     assert not any({"test", "tests", "site-packages"} & set(path.parts[-4:]) for path in files)
     assert list(files) == sorted(files)
     assert sum(path.stat().st_size for path in files) > 5_000_000
-
-
-def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", {"text": "one"})
-    jsonl(tmp_path / "b.jsonl", {"text": "two"})
-    config = DataConfig(
-        SourceKind.JSONL, path=f"{tmp_path}/*.jsonl", held_out_path=f"{tmp_path}/b.jsonl"
-    )
-    with pytest.raises(UnsupportedError, match=r"held_out_path: .*b\.jsonl.* is also trained on"):
-        open_source(config, ByteTokenizer())
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
 """What is trained of prompts and of tokens, from the line to the labels."""
 
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from farspan.data import formats
-from farspan.data.config import DataConfig, FormatRow, RecordFormat, SourceKind
-from farspan.data.corpus import Corpus, open_corpus
+from farspan.data.config import DataConfig, FormatRow, RecordFormat
+from farspan.data.corpus import Corpus
 from farspan.data.formats import UNTRAINED
-from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from farspan.data.tokenizers import load_tokenizer
 from farspan.spec import UnsupportedError
+from tests.data.stores import open_records
 from tests.data.test_tokenizers import save_words
 from tests.made_up import add_member
 
@@ -25,21 +24,7 @@ END = 256
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """A corpus of these records."""
-
-    def make(
-        *records: object, tokenizer: Tokenizer | None = None, context: int = 64, **fields: Any
-    ) -> Corpus:
-        path = tmp_path / "data.jsonl"
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        if not path.exists() or path.read_text() != text:  # or its cache would be another's
-            path.write_text(text)
-        config = DataConfig(
-            source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields
-        )
-        use = tokenizer or ByteTokenizer()
-        return open_corpus(config, use, context=context, seed=0, watch=lambda *_: None)
-
-    return make
+    return lambda *records, **fields: open_records(tmp_path, *records, **{"context": 64, **fields})
 
 
 def row(corpus: Corpus) -> tuple[list[int], list[int]]:
@@ -82,17 +67,6 @@ def test_tokens_are_as_they_are(build: Build) -> None:
     corpus = build({"input_ids": ids}, format="tokens")
     assert row(corpus) == (ids, ids)
     assert corpus.largest == 70000
-
-
-def test_padding_is_no_part_of_a_document(build: Build) -> None:
-    """Whatever its ids and labels are: a row of nothing else is none at all."""
-    ids, labels = [9, 9, 5, 6, 7, -1], [9, 1, -100, 6, 7, -100]
-    padded = {"input_ids": ids, "labels": labels, "attention_mask": [0, 0, 1, 1, 1, 0]}
-    nothing = {"input_ids": [9, 9], "attention_mask": [0, 0]}
-    corpus = build(nothing, padded, format="tokens")
-    assert row(corpus) == ([5, 6, 7], [-100, 6, 7])
-    assert corpus.train.kept.tokens == 3
-    assert row(build({"input_ids": [5, 6], "attention_mask": [1, 1]}, format="tokens"))[0] == [5, 6]
 
 
 def test_a_cache_is_of_one_form(build: Build) -> None:
@@ -213,42 +187,6 @@ def test_held_out_documents_that_train_nothing_are_named(build: Build, tmp_path:
         build({"input_ids": [1, 2, 3]}, format="tokens", held_out_path=str(other))
 
 
-def test_lines_are_unpacked(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
-    config = DataConfig(source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "c"))
-    corpus = open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=lambda *_: None)
-    found = corpus.train.once(0)
-    assert sorted(np.array_split(found.input_ids[0], 2), key=str)[0].tolist() == [*b"one", END]
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(
-        UnsupportedError, match=r"data\.jsonl\.gz: cannot be read: Compressed file ended"
-    ):
-        open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=lambda *_: None)
-
-
-def test_the_lines_that_open_a_run_say_what_is_divided_and_what_is_lost(build: Build) -> None:
-    texts = [{"text": "x" * n} for n in (99, 40, 39, 26)]
-    assert build(*texts).describe(64) == [
-        "data: 208 tokens, 4 sequences of 64 tokens an epoch; none held out",
-        "packing: 1 of 4 documents divided, 18.8% padding",
-        "note: few documents fit together into a sequence; another context, or packing: cut (which "
-        "divides documents), wastes less on padding",
-    ]
-    assert build(*texts, packing="cut").describe(64) == [
-        "data: 208 tokens, 4 sequences of 64 tokens an epoch; none held out",
-        "packing: 3 of 4 documents divided, 0.0% padding",
-    ]
-    records = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x" * 70, "completion": "yz"}]
-    assert build(*records, format="prompt").describe(64) == [
-        "data: 14 tokens, 7.7% of them trained, 1 sequence of 64 tokens an epoch; none held out",
-        "turns: end in <end>, which stops generation",
-        "packing: 1 of 2 documents divided, 78.1% padding; 64 tokens in untrained pieces left out",
-        "warning: all documents together are shorter than one sequence; give more data or a "
-        "shorter context",
-    ]
-
-
 ASKED = "Below is an instruction that describes a task"
 ALPACA = (
     f"{ASKED}. Write a response that appropriately completes the request.\n\n"
@@ -327,23 +265,15 @@ def test_of_several_forms_the_error_says_what_to_ignore_for_each(
         assert row(found) == row(build(alone, context=512, format=form))
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (
-            {"body": "a"},
-            r"line 1 has no field 'text' \(it has: body\), .*: text \(text\), chat \(messages\), "
-            r"sharegpt \(conversations\), alpaca \(instruction and output\), prompt \(prompt and "
-            r"completion\), tokens \(input_ids\), preference \(chosen and rejected\); "
-            r"set data\.field",
-        ),
-    ],
-)
-def test_fields_that_say_nothing_name_all_forms(
-    build: Build, record: dict[str, Any], message: str
-) -> None:
+def test_fields_that_say_nothing_name_all_forms(build: Build) -> None:
+    message = (
+        r"line 1 has no field 'text' \(it has: body\), .*: text \(text\), chat \(messages\), "
+        r"sharegpt \(conversations\), alpaca \(instruction and output\), prompt \(prompt and "
+        r"completion\), tokens \(input_ids\), preference \(chosen and rejected\); "
+        r"set data\.field"
+    )
     with pytest.raises(UnsupportedError, match=message):
-        build(record)
+        build({"body": "a"})
 
 
 def test_a_new_form_is_its_row(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

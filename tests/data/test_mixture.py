@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from farspan.cli import app
 from farspan.data.config import DataConfig, Loss, SourceKind, WeightedSource
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.packing import Mixture
@@ -18,7 +16,6 @@ from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import UnsupportedError
 
 CONTEXT = 32
-Texts = dict[str, int]  # name of a file, and how many lines it has
 
 
 def write(folder: Path, name: str, lines: int, size: int = 20) -> str:
@@ -166,26 +163,3 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
         DataConfig(sources=(source(a),), held_out=0.1)
     with pytest.raises(UnsupportedError, match=r"sources: expected one or more, got none"):
         DataConfig(sources=())
-
-
-def test_the_command_shows_the_share_of_each(tmp_path: Path) -> None:
-    a, b = write(tmp_path, "a", 6), write(tmp_path, "b", 2)
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        f"model: {{config: {{model_type: qwen2}}}}\ncontext: {CONTEXT}\n"
-        f"data:\n  cache: {tmp_path}/cache\n  sources:\n"
-        f"    - {{source: jsonl, path: {a}, weight: 3}}\n    - {{source: jsonl, path: {b}}}\n"
-    )
-    result = CliRunner().invoke(app, ["data", str(run)])
-    assert result.exit_code == 0, result
-    words = " ".join(result.output.split())
-    assert f"source {a} (text): 75.0% of all tokens" in words
-    assert f"source {b} (text): 25.0% of all tokens" in words
-
-
-def test_the_same_file_on_both_sides_is_named(tmp_path: Path) -> None:
-    same = write(tmp_path, "same", 4)
-    with pytest.raises(UnsupportedError) as refused:
-        mixed(tmp_path, source(same, held_out_path=same))
-    assert f"held_out_path: {same} is also trained on" in str(refused.value)
-    assert "[" not in str(refused.value).split("held_out_path", 1)[1]

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farspan.data.config import DataConfig, SourceKind
-from farspan.data.corpus import Corpus, open_corpus, show_sequence
+from farspan.data.config import DataConfig
+from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import PackedBatch
-from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from farspan.data.tokenizers import ByteTokenizer, load_tokenizer
 from farspan.spec import UnsupportedError
 from farspan.train.yaml_config import build
 from tests.data.characters import character_tokenizer
+from tests.data.stores import open_records
 from tests.data.test_chat import MARKED, NO_END, TURNS
 
 PAIRS = [
@@ -23,20 +24,8 @@ PAIRS = [
 ]
 
 
-def corpus(
-    root: Path, records: list[Any], *, tokenizer: Tokenizer | None = None, **own: Any
-) -> Corpus:
-    path = root / "pairs.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    context = own.pop("context", 64)
-    config = DataConfig(
-        source=SourceKind.JSONL,
-        path=str(path),
-        cache=str(root / "cache"),
-        **{"format": "preference", **own},
-    )
-    use = tokenizer or ByteTokenizer()
-    return open_corpus(config, use, context=context, seed=0, watch=lambda *_: None)
+def corpus(root: Path, records: list[Any], **own: Any) -> Corpus:
+    return open_records(root, *records, **{"context": 64, "format": "preference", **own})
 
 
 def texts(batch: PackedBatch, row: int = 0) -> list[tuple[str, str]]:
@@ -63,10 +52,11 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path) -> None:
             ):
                 answer = f"{PAIRS[number][side]}<end>"
                 assert text == (PAIRS[number]["prompt"] + answer, answer)
-                assert name == f"{tmp_path / 'pairs.jsonl'}:{number + 1} {side}"
+                assert name == f"{tmp_path / 'data.jsonl'}:{number + 1} {side}"
         seen += pairs
     assert sorted(seen) == list(range(9))
     assert found.train.kept.sequences < 9  # several pairs a sequence
+    assert found.longest == 14  # positions begin anew in the second answer
     assert found.paired
 
 
@@ -126,29 +116,6 @@ def test_messages_are_written_by_the_template(tmp_path: Path, template: str, apa
         assert characters(ids[labels != UNTRAINED]) == answer + end
 
 
-def test_pairs_are_shown(tmp_path: Path) -> None:
-    found = corpus(tmp_path, PAIRS[:1])
-    lines = list(show_sequence(found.train.batch([0]), ByteTokenizer()))
-    path = tmp_path / "pairs.jsonl"
-    assert lines[:6] == [
-        f"{path}:1 chosen: 8 tokens, 4 trained",
-        "  read    q0: ",
-        "  trained yes<end>",
-        f"{path}:1 rejected: 7 tokens, 3 trained",
-        "  read    q0: ",
-        "  trained no<end>",
-    ]
-    about = "\n".join(found.describe(64))
-    assert "pairs: 1, of 15 to 15 tokens; on average 8 with the chosen answer and 7 with" in about
-    assert found.longest == 8  # positions begin anew in the second
-
-
-def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
-    found = corpus(tmp_path, PAIRS, format="text")
-    assert "format: preference, known by the fields of its records" in found.describe(64)
-    assert np.array_equal(found.parts[0].stores[0].starts[:2], [0, 15])
-
-
 @pytest.mark.parametrize(
     ("record", "own", "message"),
     [
@@ -169,8 +136,7 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
         ({"prompt": "", "chosen": "", "rejected": "c"}, {}, "an answer has no token to train"),
         (PAIRS[0], {"packing": "cut"}, "data.packing: cut would divide pairs"),
         (PAIRS[0], {"loss": "all"}, "trains only answers"),
-        (PAIRS[0], {"context": 14}, "1 of 1 pairs are longer than the context of 14 tokens"),
-        (PAIRS[0], {"context": 14}, "pairs.jsonl:1, has 15 tokens; raise context"),
+        (PAIRS[0], {"context": 14}, "data.jsonl:1, has 15 tokens; raise context"),
     ],
 )
 def test_what_is_no_pair_is_refused(

@@ -1,7 +1,6 @@
 """What a sequence is shown as is what is trained."""
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -9,27 +8,15 @@ from typer.testing import CliRunner
 
 from farspan.cli import app
 from farspan.cli.train import ReadingLine
-from farspan.data.config import DataConfig, SourceKind
-from farspan.data.corpus import Corpus, open_corpus, show_sequence
+from farspan.data.corpus import show_sequence
 from farspan.data.tokenizers import ByteTokenizer, HowFar
 from farspan.train import setup
-
-
-def corpus(folder: Path, *records: dict[str, str], context: int = 32) -> Corpus:
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = DataConfig(
-        source=SourceKind.JSONL,
-        path=str(path),
-        format="prompt",  # type: ignore[arg-type]
-        cache=str(folder / "cache"),
-    )
-    return open_corpus(config, ByteTokenizer(), context=context, seed=0, watch=lambda *_: None)
+from tests.data.stores import open_records
 
 
 def test_what_is_read_and_what_is_trained_are_apart(tmp_path: Path) -> None:
     records = ({"prompt": "2+2?\n", "completion": "vier, ä"}, {"prompt": "", "completion": "hm"})
-    found = corpus(tmp_path, *records)
+    found = open_records(tmp_path, *records, context=32, format="prompt")
     lines = list(show_sequence(found.train.batch([0]), ByteTokenizer()))
     path = tmp_path / "data.jsonl"
     assert lines[-1] == "padding: 15 tokens"
@@ -38,13 +25,6 @@ def test_what_is_read_and_what_is_trained_are_apart(tmp_path: Path) -> None:
         f"{path}:1: 14 tokens, 9 trained": [r"  read    2+2?\n", "  trained vier, ä<end>"],
         f"{path}:2: 3 tokens, 2 trained": ["  read    h", "  trained m<end>"],
     }
-
-
-def test_long_parts_are_shortened(tmp_path: Path) -> None:
-    found = corpus(tmp_path, {"prompt": "a" * 99, "completion": "b" * 999}, context=2000)
-    prompt, completion = list(show_sequence(found.train.once(0), ByteTokenizer()))[1:]
-    assert prompt == "  read    " + "a" * 99
-    assert completion == "  trained " + "b" * 80 + " ... " + "b" * 75 + "<end>"
 
 
 def test_the_command_shows_a_run_file_s_data(tmp_path: Path) -> None:

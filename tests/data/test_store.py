@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,14 +73,6 @@ def test_the_second_opening_reads_the_cache(tmp_path: Path) -> None:
     assert first.digest != open_quietly(Texts(["one", "three"]), tmp_path).digest
 
 
-def test_the_digest_tells_texts_of_one_length_apart(tmp_path: Path) -> None:
-    digests = {
-        open_quietly(Texts(texts), tmp_path).digest
-        for texts in (["one", "two"], ["two", "one"], ["onet", "wo"])
-    }
-    assert len(digests) == 3
-
-
 def test_many_batches_are_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"text {number} " * (number % 5 + 1) for number in range(50)]
     whole = open_quietly(Texts(texts), tmp_path / "a")
@@ -114,25 +105,6 @@ def test_a_damaged_cache_is_written_anew(tmp_path: Path, name: str) -> None:
     (path,) = tmp_path.glob(f"*/{name}")
     path.write_bytes(path.read_bytes()[:-3])
     assert open_quietly(source, tmp_path).digest == digest
-    assert source.reads == 2
-
-
-@pytest.mark.parametrize("cut", [slice(-1), slice(None)])
-def test_marks_of_other_tokens_are_written_anew(tmp_path: Path, cut: slice) -> None:
-    """A file that is whole, but of another shape than the tokens."""
-
-    def open_again() -> TokenStore:
-        form = PromptForm(TEXT, TEXT, everything=False)
-        return open_store(source, form, ByteTokenizer(), tmp_path, lambda *_: None)
-
-    source = Texts(["one", "two"])
-    trained = open_again().trained
-    assert trained is not None
-    (path,) = tmp_path.glob("*/trained.npy")
-    np.save(path, trained[cut] if cut.stop else trained[:, None])
-    again = open_again()
-    assert again.trained is not None
-    assert again.trained.shape == again.tokens.shape
     assert source.reads == 2
 
 
@@ -206,17 +178,6 @@ def test_text_of_which_nothing_is_known_is_refused_and_leaves_nothing(
     ):
         open_store(Texts(["one", "two"]), PLAIN, Deaf(), tmp_path, lambda *_: None)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
-
-
-def test_one_word_that_is_known_is_text(tmp_path: Path) -> None:
-    """Of the first document alone no token stands for text."""
-
-    class Hard(ByteTokenizer):
-        def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-            return [np.array([256] if text == "one" else [256, 7, 256]) for text in texts]
-
-    store = open_store(Texts(["one", "two"]), PLAIN, Hard(), tmp_path, lambda *_: None)
-    assert store.tokens.tolist() == [256, 256, 7, 256]
 
 
 def test_an_abandoned_writing_leaves_nothing(tmp_path: Path) -> None:
@@ -349,53 +310,12 @@ def test_damaged_tokens_of_data_that_changed_are_refused(
     assert source.reads == 1
 
 
-def test_each_block_is_digested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_BLOCK", 256)
-    store = open_quietly(Texts(["some text"] * 200), tmp_path)
-    seen: list[int] = []
-    digest = store_module._digest
-
-    def noted(data: np.ndarray, block: int) -> np.ndarray:
-        seen.append(block)
-        return digest(data, block)
-
-    monkeypatch.setattr(store_module, "_digest", noted)
-    for _ in range(2):
-        for start in range(0, 1900, 10):
-            store.read(start, start + 10)
-    assert seen == list(range(1, len(seen) + 1))  # the first was when it was opened
-    assert len(seen) == (128 + 1900 * 2) // 256
-
-
 def test_the_identity_of_data_is_what_it_was(tmp_path: Path) -> None:
     """Checkpoints hold it: the digest of ids and starts, however they are kept."""
     ids = np.array([*b"one", 256, *b"other", 256], "<u2").tobytes()
     starts = np.array([0, 4, 10]).tobytes()
     expected = hashlib.sha256(ids + starts).hexdigest()
     assert open_quietly(Texts(["one", "other"]), tmp_path).digest == expected
-
-
-def test_another_entry_under_this_name_is_made_anew(tmp_path: Path) -> None:
-    source = Texts(["one", "two"])
-    open_quietly(Texts(["two", "one"]), tmp_path)
-    (other,) = (p for p in tmp_path.iterdir() if p.is_dir())
-    open_quietly(source, tmp_path)
-    (folder,) = (p for p in tmp_path.iterdir() if p.is_dir() and p != other)
-    shutil.rmtree(folder)
-    other.rename(folder)
-    assert document(open_quietly(source, tmp_path), 0) == "one"
-
-
-def test_an_entry_without_digests_is_made_anew(tmp_path: Path) -> None:
-    """Of an earlier version."""
-    source = Texts(["one", "two"])
-    digest = open_quietly(source, tmp_path).digest
-    (path,) = tmp_path.glob("*/meta.json")
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in meta.items() if k not in ("seal", "bytes")}))
-    path.with_name("blocks.npy").unlink()
-    assert open_quietly(source, tmp_path).digest == digest
-    assert source.reads == 2
 
 
 def test_an_entry_is_private_and_on_the_disk_before_it_has_its_name(

@@ -16,9 +16,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from farspan.cli import app
 from farspan.data.config import DataConfig, PackingKind, SourceKind, WeightedSource
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.packing import Packing
@@ -234,16 +232,6 @@ def test_data_that_changed_are_named(rows: Path) -> None:
         later.batch(range(last))
 
 
-def test_damaged_tokens_are_made_anew_while_another_window_is_read(rows: Path) -> None:
-    stream = stream_of(opened(rows))
-    through = stream_of(opened(rows, cache="other"))
-    (folder,) = [p for p in (stream.folder / "000000").iterdir() if p.is_dir()]
-    data = bytearray((folder / "tokens.npy").read_bytes())
-    data[-3] ^= 1
-    (folder / "tokens.npy").write_bytes(data)
-    assert same(through, stream_of(opened(rows)), [*range(stream.kept.sequences + 3)])
-
-
 def test_windows_that_train_nothing_are_passed_over(tmp_path: Path) -> None:
     blank = tmp_path / "blank.jsonl"
     good = json.dumps({"text": "x" * 39}) + "\n"
@@ -268,14 +256,6 @@ def test_held_out_documents_of_the_first_window_never_train(rows: Path) -> None:
     assert held | set(trained) == {f"{rows}:{line}" for line in range(1, COUNT + 1)}
     assert len(held) == round(0.3 * corpus.parts[0].stores[0].documents()) > 2
     assert not held & set(trained)
-
-
-def test_documents_held_out_elsewhere_are_read_whole(rows: Path) -> None:
-    other = rows.with_name("other.jsonl")
-    other.write_bytes(lines(60).replace(b".", b"-"))
-    corpus = opened(rows, held_out_path=str(other))
-    assert corpus.held_out is not None
-    assert corpus.held_out.kept.documents == 60
 
 
 def test_a_mixture_of_a_stream_and_a_whole_source_has_the_shares(rows: Path) -> None:
@@ -416,22 +396,6 @@ def test_a_window_that_the_model_cannot_take_is_refused_by_name(rows: Path) -> N
 def test_what_is_said_in_vain_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         DataConfig(path="a.jsonl", **fields)
-
-
-def test_data_command_opens_the_first_window_alone(rows: Path) -> None:
-    run = rows.with_name("run.yaml")
-    text = f"""
-context: 64
-model: {{config: {{model_type: qwen2, vocab_size: 264, num_hidden_layers: 1}}}}
-data: {{path: {rows}, tokenizer: bytes, streaming: true, window: 2KiB, cache: {rows.parent}/c}}
-"""
-    run.write_text(text)
-    result = CliRunner().invoke(app, ["data", str(run)])
-    assert result.exit_code == 0, result.output
-    assert f"streamed: {rows} in windows of 2.0 KiB; the first has 69 documents," in result.output
-    assert "sequences of 64 tokens in the first window; none held out" in result.output
-    folders = [p.name for p in (rows.parent / "c").rglob("0*") if p.is_dir()]
-    assert folders == ["000000"]
 
 
 def test_chats_are_read_ahead_by_their_template(tmp_path: Path) -> None:

@@ -76,12 +76,6 @@ def test_identity_tells_tokenizers_apart(tmp_path: Path) -> None:
     assert load_tokenizer(str(folders[0])).identity() == names[0]
 
 
-def test_a_saved_tokenizer_loads_again(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(save_words(tmp_path / "a")))
-    tokenizer.save(tmp_path / "b")
-    assert load_tokenizer(str(tmp_path / "b")).identity() == tokenizer.identity()
-
-
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedError, match=r"data\.tokenizer: cannot load .*give 'bytes', a folder"
@@ -110,7 +104,7 @@ def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "gemma2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_a_models_folder_without_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
     """Of some types transformers makes a tokenizer without words, whose text is nothing, or one
     unknown token."""
@@ -144,7 +138,7 @@ def test_a_folder_that_transformers_misreads_does_not_read_back(tmp_path: Path) 
     assert not reads_back(tokenizer, tmp_path / "b")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_bytes_are_saved_as_a_tokenizer(tmp_path: Path, family: str) -> None:
     """That transformers finds in a model's folder, whatever class it insists on."""
     own = load_tokenizer("bytes")

@@ -125,25 +125,8 @@ def remove_layer(model: Any) -> None:
     del layers(model)[3]
 
 
-def remove_two(model: Any) -> None:
-    model.model.layers = nn.ModuleList(layers(model)[:2])
-    model.config.num_hidden_layers = 2
-
-
-def reverse(model: Any) -> None:
-    model.model.layers = nn.ModuleList(reversed(layers(model)))
-
-
-def repeat_layer(model: Any) -> None:
-    layers(model)[2] = layers(model)[0]
-
-
 def untie(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone() * 1.1)
-
-
-def tie(model: Any) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def set_forward(path: str, around: Callable[[Any], Any]) -> Edit:
@@ -216,30 +199,15 @@ WHOLE = {  # edits of every family below
     "layers swapped": swap,
     "a layer replaced": replace_layer,
     "a layer removed": remove_layer,
-    "two layers left": remove_two,
-    "layers reversed": reverse,
-    "a layer repeated": repeat_layer,
-    "mlp replaced": put(at(1), mlp=noise),
     "mlp scaled": put(at(1), mlp=Scaled),
     "mlp that mixes": put(at(1), mlp=Mixing),
-    "mlp left out": put(at(1), mlp=lambda _: nn.Identity()),
-    "attention replaced": put(at(2), self_attn=noise),
-    "norm replaced": put(at(2), input_layernorm=noise),
-    "final norm replaced": put(decoder, norm=noise),
-    "final norm that mixes": put(decoder, norm=Mixing),
     "head replaced": put(root, lm_head=noise),
-    "head scaled": put(root, lm_head=Scaled),
-    "embedding replaced": put(decoder, embed_tokens=noise),
-    "tied": tie,
     "untied": untie,
     "a hook that mixes": hook(at(1, "self_attn.o_proj"), mixed),
     "a hook that doubles": hook(at(1, "mlp"), doubled),
-    "a hook on a layer": hook(at(1, "mlp.up_proj"), doubled),
     "a pre-hook": hook(at(1, "mlp"), lambda _, given: (3 * given[0],), "forward_pre"),
-    "a hook that mixes on the norm": hook(lambda m: m.model.norm, mixed),
     "a backward hook": hook(at(1, "mlp"), lambda _, g, __: (2 * g[0],), "full_backward"),
     "a forward that mixes": set_forward("mlp", lambda out: out + 0.1 * out.cumsum(1)),
-    "a forward that doubles": set_forward("mlp", lambda out: 2 * out),
     "a forward of a linear module": set_forward("self_attn.v_proj", lambda out: 2 * out),
     "another class": other_class,
     "parametrized": parametrized,
@@ -248,12 +216,9 @@ WHOLE = {  # edits of every family below
     "frozen": frozen,
     "adapters": adapted,
     "scale of modules": each("self_attn", scaling=lambda scale: 3 * scale),
-    "scale of one module": put(at(2, "self_attn"), scaling=lambda scale: 3 * scale),
     "no causality": put(at(1, "self_attn"), is_causal=False),
     "activation": put(at(1, "mlp"), act_fn=lambda _: nn.Tanh()),
-    "another eps": put(lambda m: m.model.norm, eps=0.5, variance_epsilon=0.5),
     "frequencies in place": in_place(lambda m: m.model.rotary_emb, "inv_freq"),
-    "frequencies": put(lambda m: m.model.rotary_emb, inv_freq=lambda f: f * 0.5),
     "rotary scale": put(lambda m: m.model.rotary_emb, attention_scaling=1.5),
     "position limit": put(config, max_position_embeddings=8),
     "config bidirectional": put(config, is_causal=False),
@@ -266,7 +231,6 @@ GEMMA = {  # of gemma2
     "soft cap of config": put(config, attn_logit_softcapping=0.7),
     "final soft cap": put(config, final_logit_softcapping=1.0),
     "window of a module": put(at(0, "self_attn"), sliding_window=3),
-    "no window": each("self_attn", sliding_window=None),
     "window of config": put(config, sliding_window=3),
     "a window of 0": put(at(0, "self_attn"), sliding_window=0),
     "kind of attention": put(at(0, "self_attn"), sliding_window=None, is_sliding=False),
@@ -295,9 +259,6 @@ OTHERS: dict[str, dict[str, Edit]] = {
         "rope in place": lambda model: model.config.rope_parameters.update(rope_theta=17.0),
         "rope type": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
         "groups": put(at(1, "self_attn"), num_key_value_groups=1),
-        "another rotary": put(
-            decoder, rotary_emb=lambda r: put(lambda _: r, inv_freq=lambda f: f * 0.3)(r) or r
-        ),
     },
 }
 EDITS = {("llama", name): edit for name, edit in WHOLE.items()} | {
@@ -327,12 +288,10 @@ def check(model: PreTrainedModel, step: Step, schedule: Schedule) -> Outcome | s
 
 # What is seen as another edit is that stays by default.
 ALIKE = {
-    *("layers reversed", "mlp left out", "attention replaced", "norm replaced", "head scaled"),
-    *("embedding replaced", "a hook that mixes", "a hook on a layer", "a forward that mixes"),
-    *("a forward that doubles", "scale of one module", "frequencies", "no soft cap", "no window"),
-    *("window of a module", "another rotary", "groups", "router", "final norm replaced", "tied"),
-    *("final soft cap", "kind of attention", "window", "rope type", "embedding", "a pre-hook"),
-    *("two layers left", "mlp scaled", "final norm that mixes", "logits", "soft cap of config"),
+    *("a hook that mixes", "a forward that mixes", "no soft cap", "window of a module", "groups"),
+    *("router", "final soft cap", "kind of attention", "window", "rope type", "embedding"),
+    *("a pre-hook", "mlp scaled", "logits", "soft cap of config", "activation", "a new parameter"),
+    *("config bidirectional", "window of config", "untied"),
 }
 # Each on one tier, and those that something else sees on the other as well.
 ON_A_TIER = [
@@ -359,7 +318,7 @@ def test_an_edit_is_taken_up(family: str, name: str, weights: Tier) -> None:
         check(model, step, schedule)
 
 
-@hypothesis.settings(max_examples=examples(24))
+@hypothesis.settings(max_examples=examples(12))
 @hypothesis.given(
     st.lists(st.sampled_from(sorted(WHOLE)), min_size=1, max_size=3),
     st.sampled_from(["llama", "qwen3", "olmo2", "mistral", "smollm3"]),
@@ -407,8 +366,10 @@ def test_a_method_set_on_a_class_is_taken_up(
         assert_close(run_step(model, step, DATA), run_oracle(model, DATA))
 
 
-@pytest.mark.parametrize("name", ["halved", "sdpa"])  # and under a name of transformers' own
-@pytest.mark.parametrize("interface", [ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS])
+@pytest.mark.parametrize(  # and under a name of transformers' own
+    ("name", "interface"),
+    crossed(["halved", "sdpa"], [ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS]),
+)
 def test_an_attention_of_one_s_own_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, interface: Any
 ) -> None:
@@ -468,8 +429,7 @@ def test_every_call_looks(name: str, weights: Tier) -> None:
 STRUCTURAL = ("mlp scaled", "head replaced", "a hook that doubles", "rotary scale", "other data")
 
 
-@pytest.mark.parametrize("weights", Tier)
-@pytest.mark.parametrize("name", STRUCTURAL)
+@pytest.mark.parametrize(("name", "weights"), crossed(STRUCTURAL, Tier))
 def test_an_edit_before_the_backward_of_values_is_an_error(name: str, weights: Tier) -> None:
     model = make_model("llama")
     step = Step(model, replace(SCHEDULE, weights=weights))
@@ -592,19 +552,19 @@ def test_updates_of_weights_are_no_edits() -> None:
 
 def test_a_look_costs_less_than_a_hundredth_of_a_step() -> None:
     """Of SmolLM2-135M's shape at 2,048 tokens: 5 ms of 26 s on two cores. Here a step of 64 tokens
-    of a third of its layers is compared, which is harder."""
+    of four of its layers is compared, which is harder."""
     config = LlamaConfig(
-        vocab_size=8192,
+        vocab_size=4096,
         hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=10,
+        num_hidden_layers=4,
         num_attention_heads=9,
         num_key_value_heads=3,
         tie_word_embeddings=True,
     )
     model = AutoModelForCausalLM.from_config(config)
     step = Step(model, Schedule(chunk=64))
-    ids = torch.randint(0, 8192, (1, 64))
+    ids = torch.randint(0, 4096, (1, 64))
 
     def seconds(call: Callable[[], object]) -> float:
         start = process_time()

@@ -54,13 +54,10 @@ def edit(adapters: Path, **fields: Any) -> None:
     ("fields", "message"),
     [
         ({"r": 0}, r"adapter_config.json: r: expected a whole number above 0, got 0"),
-        ({"r": None}, "adapter_config.json: r: expected a whole number above 0, got None"),
         ({"r": "four"}, "adapter_config.json: r: expected .* got 'four'"),
-        ({"r": True}, "adapter_config.json: r: expected .* got True"),
         ({"lora_alpha": "much"}, "adapter_config.json: lora_alpha: expected a number, got 'much'"),
         ({"lora_alpha": ...}, "adapter_config.json: lora_alpha: expected a number, got None"),
         ({"lora_alpha": float("nan")}, "adapter_config.json: lora_alpha: expected a finite number"),
-        ({"lora_alpha": 10**400}, "adapter_config.json: lora_alpha: expected a finite number"),
         ({"peft_type": 3}, "adapter_config.json: peft_type: expected a name such as LORA, got 3"),
         ({"peft_type": "LARO"}, "peft cannot merge them"),
         (
@@ -72,7 +69,6 @@ def edit(adapters: Path, **fields: Any) -> None:
             "lora_magnitude_vector is missing, which adapter_config.json",
         ),
         ({"layers_to_transform": [0], "use_rslora": True}, "layers.1.* has no place in the model"),
-        ({"use_dora": True, "target_modules": 5}, "peft cannot merge them"),
     ],
 )
 def test_a_damaged_configuration_is_named(
@@ -102,7 +98,6 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path, value: float) -> N
     [
         (lambda a: a.int(), r"lora_A.weight is torch.int32; expected float64, float32"),
         (lambda a: a.to(torch.float8_e4m3fn), r"lora_A.weight is torch.float8_e4m3fn; expected"),
-        (lambda a: a.to(torch.complex64), r"lora_A.weight is torch.complex64; expected"),
         (lambda a: a[..., None], r"its adapters A \[4, \d+, 1\] and B .* another model"),
         (
             lambda a: a.double() * 1e300,

@@ -78,23 +78,14 @@ READS = "attends to later tokens (is_decoder is false in its configuration)"
 PADDING = "numbers positions from 1 on, after its padding token's id"
 REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", INDEXED, INDEXER),
-    ("glm_moe_dsa", INDEXED, INDEXER),
-    ("axk2", INDEXED, INDEXER),
-    ("hy_v4", {**INDEXED, "num_experts": 4}, INDEXER),
     ("dots3_note_text", INDEXED, INDEXER),
     ("falcon", {}, ELSEWHERE),
-    ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, ELSEWHERE),
     ("rwkv", {"attention_hidden_size": 32}, ELSEWHERE),
     ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, "changes its input embeddings"),
     ("bart", BART, DECODER),
-    ("whisper", BART, DECODER),
-    ("trocr", BART, DECODER),
     ("bert", {}, READS),
-    ("roberta", {}, READS),
-    ("electra", {}, READS),
     ("roberta", {"is_decoder": True}, PADDING),
     ("diffllama", {}, TWICE),
-    ("dory", {}, TWICE),
     ("zaya", {}, "passes a layer more than the hidden state of the layer before"),
 ]
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import farspan
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
 from farspan.engine.parallelize import parallelize
@@ -229,7 +227,6 @@ def another_step(**given: Callable[[Any], Any]) -> Call:
 Case = tuple[str, Callable[[Any], Undo], Call]
 DIFFERENCES: list[Case] = [
     ("variance_epsilon", attribute(lambda s: inner(s).norm, "variance_epsilon", 0.1), steps),
-    ("scaling of model.layers.1", attribute(lambda s: layer(s).self_attn, "scaling", 2.0), steps),
     ("hidden_act of config", attribute(lambda s: s.model.config, "hidden_act", "relu"), steps),
     ("inv_freq", numbers(lambda s: inner(s).rotary_emb.inv_freq), steps),
     ("inv_freq", numbers(lambda s: inner(s).rotary_emb.inv_freq, by_data=True), steps),
@@ -238,26 +235,20 @@ DIFFERENCES: list[Case] = [
     ("model.norm.weight: changed its dtype, shape or requires_grad", frozen, steps),
     ("input_ids", nothing, with_other("input_ids", draw(21, seed=1).input_ids)),
     ("labels", nothing, with_other("labels", DATA.labels.roll(1))),
-    ("labels", nothing, with_other("labels", DATA.labels.int())),
-    ("input_ids", nothing, with_other("input_ids", DATA.input_ids + 1000)),
     ("input_ids", nothing, with_other("input_ids", [1, 2, 3])),
     ("document_ids", nothing, with_other("document_ids", None)),
     ("weights", nothing, with_other("weights", torch.ones(1, 21))),
     ("trained_tokens", nothing, with_other("trained_tokens", 5)),
-    ("trained_tokens", nothing, with_other("trained_tokens", 0)),
     ("autocast", nothing, autocast),
     ("temperature", nothing, asks("logprobs", temperature=of_rank(1.0, 0.7))),
-    ("temperature", nothing, asks("logprobs", temperature=of_rank(1.0, -1))),
     ("logprobs.statistics", nothing, asks("logprobs", entropy=of_rank(False, True))),
     ("top_logprobs.k: 2 on rank 0, 3 on rank 1", nothing, asks("top_logprobs", k=of_rank(2, 3))),
     ("vocab", nothing, asks("top_logprobs", k=of_rank(2, 2), vocab=of_rank(None, 9))),
     ("gradients", nothing, without_gradients),
-    ("head", numbers(lambda s: s.head.inner.weight), asks("values")),
     ("head", numbers(lambda s: s.head.inner.weight, by_data=True), asks("values")),
     ("targets", nothing, asks("values", targets=of_rank(DATA.input_ids, DATA.labels))),
     ("call: step on rank 0, evaluate on rank 1", nothing, either(steps, evaluates)),
     ("call: step on rank 0, logprobs on rank 1", nothing, either(steps, asks("logprobs"))),
-    ("call: values on rank 0, step on rank 1", nothing, either(asks("values"), steps)),
     ("neftune_alpha", attribute(lambda s: s.step, "neftune_alpha", 5.0), steps),
     ("the model has changed", nothing, late_backward),
     ("schedule", nothing, another_step(schedule=of_rank(SCHEDULE, Schedule(chunk=4, groups=2)))),
@@ -274,7 +265,6 @@ ADAPTED: list[Case] = [
         attribute(lambda s: lora(s).lora_dropout["default"], "p", 0.2),
         steps,
     ),
-    ("lora_dropout", attribute(lambda s: lora(s).lora_dropout["default"], "p", 0.0), steps),
     ("seed: 3 on rank 0, 4 on rank 1", attribute(lambda s: s.step, "seed", 4), steps),
     ("drawn", attribute(lambda s: s.step, "drawn", 9), steps),
     ("scaling", attribute(lambda s: lora(s), "scaling", {"default": 9.0}), steps),
@@ -295,12 +285,12 @@ def edited(edit: Callable[[Any], Undo], shared: Shared, here: bool) -> Iterator[
             undo()
 
 
-CHECKED = 6  # a step of what stands takes five times as long as a refusal
+CHECKED = 12  # a step of what stands takes five times as long as a refusal
 
 
 def wrong_cases(shared: Shared, cases: list[Case], *, everywhere: bool = False) -> list[str]:
     """The cases that are not refused on this rank, or without the name, or too late; and those
-    behind which a step is wrong, which is looked at after every sixth, and the last."""
+    behind which a step is wrong, which is looked at after every twelfth, and the last."""
     wrong = []
     for number, (name, edit, call) in enumerate(cases):
         dist.barrier()
@@ -416,7 +406,7 @@ def of_all_ranks(layout: Layout, stage: Stage | None) -> list[str]:
     shared = Shared(layout, stage)
     cases = EDITS + MEMORY * (stage not in (None, Stage.ZERO_0)) + LOADED * (layout.tensor == 1)
     found = wrong_cases(shared, cases, everywhere=True)
-    return found + wrong_cases(shared, cases)  # and by the second rank alone
+    return found + wrong_cases(shared, cases[::3])  # and by the second rank alone
 
 
 @pytest.mark.parametrize(
@@ -488,35 +478,3 @@ def test_a_stage_that_shards_contradicts_a_layout_without_fsdp() -> None:
 )
 def test_what_one_rank_has_otherwise_is_named_on_both(layout: Layout, stage: Stage | None) -> None:
     assert run_ranks(2, of_one_rank, layout, stage) == [[], []]
-
-
-def trainer_of_unlike_models(folder: str) -> str:
-    from transformers import TrainingArguments
-
-    from tests.posttrain.test_hugging_face import padded, rows
-    from tests.posttrain.test_trainer_ranks import start
-    from tests.train.tiny import MODEL, load_tiny
-
-    start(folder)
-    model: Any = load_tiny(config=MODEL | {"num_key_value_heads": 2}, dtype=torch.float64, seed=0)
-    if dist.get_rank():
-        model.model.norm.variance_epsilon = 0.1
-    quiet: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
-    quiet["remove_unused_columns"] = False
-    with pytest.raises(UnsupportedError) as told:
-        farspan.Trainer(
-            model=model,
-            args=TrainingArguments(output_dir=folder, max_steps=1, **quiet),
-            data_collator=padded,
-            train_dataset=rows(),
-            schedule=SCHEDULE,
-            layout=Layout(ulysses=2),
-        ).train()
-    return str(told.value)
-
-
-def test_a_trainer_names_what_differs(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    for said in run_ranks(2, trainer_of_unlike_models, str(tmp_path)):
-        assert "norm.variance_epsilon" in said
-        assert "0.1 on rank 1" in said

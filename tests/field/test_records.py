@@ -1,6 +1,5 @@
 """Fields of records: each acts, says nothing about what is trained, or is refused by name."""
 
-import ast
 import json
 import re
 from collections.abc import Callable
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from farspan.cli import app
 from farspan.data.config import DataConfig, RecordFormat, SourceKind
 from farspan.data.corpus import open_corpus, open_source
 from farspan.data.formats import (
@@ -133,9 +130,11 @@ class TestTokens:
             "attention_mask": [0, 1, 1, 1, 1, 0],
             "completion_mask": [1, 0, 1, 1, 1, 1],
             "position_ids": [1, 0, 1, 0, 1, 9],
+            "token_type_ids": [0] * 6,
             "length": 4,
         }
-        assert tokens(row) == [([5, 6], [False, True]), ([7, 8], [True, True])]
+        nothing = {"input_ids": [9, 9], "attention_mask": [0, 0]}
+        assert tokens(nothing, row) == [([5, 6], [False, True]), ([7, 8], [True, True])]
 
     @pytest.mark.parametrize(
         "borders",
@@ -189,10 +188,8 @@ class TestTokens:
             ({"position_ids": [0, 1, 3, 4]}, "'position_ids': expected positions that begin at 0"),
             ({"position_ids": [0, 1]}, "field 'position_ids' has 2 entries for 4 input_ids"),
             ({"seq_lengths": [2, 3]}, "'seq_lengths': expected documents of one token or more"),
-            ({"seq_lengths": [4, 0]}, "'seq_lengths': expected documents of one token or more"),
             ({"cu_seqlens": [0, 2, 2, 4]}, "'cu_seqlens': expected documents .* end at token 4"),
             ({"seq_lengths": [2**62] * 4 + [4]}, "'seq_lengths': expected documents"),
-            ({"cu_seqlens": [2, 4]}, "field 'cu_seqlens': expected documents"),
             (
                 {"seq_lengths": [2, 2], "position_ids": [0, 1, 2, 0]},
                 "fields 'position_ids' and 'seq_lengths' disagree on where documents begin",
@@ -205,16 +202,11 @@ class TestTokens:
             ({"prompt_length": 2}, "does not read 'prompt_length'"),
             ({"scores": [0.1, 0.2, 0.3, 0.4]}, "does not read 'scores'"),
             ({"meta": {"loss_mask": [0, 0, 1, 1]}}, "does not read 'meta'"),
-            ({"document_ids": [0, 0, 1, 1]}, "does not read 'document_ids'"),
         ],
     )
     def test_what_does_not_fit_is_named(self, tokens: Any, fields: Any, message: str) -> None:
         with pytest.raises(UnsupportedError, match=message):
             tokens({"input_ids": self.IDS, **fields})
-
-    def test_types_of_0_say_nothing(self, tokens: Any) -> None:
-        row = {"input_ids": self.IDS, "token_type_ids": [0] * 4, "length": 4}
-        assert tokens(row) == [([5, 6, 7, 8], [True] * 4)]
 
 
 class TestTurns:
@@ -332,7 +324,6 @@ class TestTurns:
         [
             ({"type": "image_url", "image_url": {"url": "x"}}, "messages.content.image_url"),
             ({"type": "input_audio", "input_audio": {}}, "messages.content.input_audio"),
-            ({"type": "image"}, "messages.content.image"),
             ({"image": "x.png"}, "messages.content.image"),
         ],
     )
@@ -436,10 +427,6 @@ class TestUnreadFields:
         with pytest.raises(UnsupportedError, match=r"data\.ignore: format .* needs field"):
             read(*records, ignore=(next(reversed(record)),))
 
-    def test_a_field_that_says_what_is_trained_may_be_ignored_too(self, tokens: Any) -> None:
-        row = {"input_ids": [1, 2], "completion_mask": [0, 1]}
-        assert tokens(row, ignore=("completion_mask",)) == [([1, 2], [True, True])]
-
     def test_the_error_lists_what_is_ignored_already(self, read: Read) -> None:
         """What it says to type is the whole list."""
         record = {"text": "a", "extra": 1, "other": 2}
@@ -473,8 +460,10 @@ class TestUnreadFields:
             DataConfig(source=SourceKind.TEXT, path="x", ignore=("extra",))
 
     def test_a_cache_is_of_what_was_ignored(self, tokens: Any) -> None:
+        """Also where the field says what is trained."""
         row = {"input_ids": [1, 2], "labels": [-100, 2]}
-        assert tokens(row) != tokens(row, ignore=("labels",))
+        assert tokens(row) == [([1, 2], [False, True])]
+        assert tokens(row, ignore=("labels",)) == [([1, 2], [True, True])]
 
 
 class TestDatasets:
@@ -500,12 +489,6 @@ class TestDatasets:
         expected = [([97, END], [True] * 2), ([98, END], [True] * 2)]
         assert self.corpus(tmp_path, rows, ignore=("extra",)) == expected
 
-    def test_a_null_text_is_called_null(self, tmp_path: Path) -> None:
-        datasets = pytest.importorskip("datasets")
-        rows = datasets.Dataset.from_dict({"text": ["a", None]})
-        with pytest.raises(UnsupportedError, match="row 2: field 'text' is null; give it a value"):
-            self.corpus(tmp_path, rows)
-
     def test_images_are_refused_before_one_is_decoded(self, tmp_path: Path) -> None:
         datasets = pytest.importorskip("datasets")
         features = datasets.Features({"text": datasets.Value("string"), "pic": datasets.Image()})
@@ -520,12 +503,6 @@ class TestDatasets:
         assert self.corpus(tmp_path, rows, ignore=("pic",)) == [([97, END], [True] * 2)]
 
 
-def test_a_null_text_of_a_line_is_called_null(read: Read) -> None:
-    for record in ({"text": None}, {"prompt": None, "completion": "a"}):
-        with pytest.raises(UnsupportedError, match=r"line 1: field '(text|prompt)' is null; give"):
-            read(record, format=next(iter(record)))
-
-
 def test_of_many_broken_lines_the_first_is_named_and_the_rest_counted(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a"}\n{"text"\n{"text": "b"}\n[1]\n{\n')
@@ -534,99 +511,20 @@ def test_of_many_broken_lines_the_first_is_named_and_the_rest_counted(tmp_path: 
         open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=unwatched)
 
 
-# As the pages of TRL (dataset formats) and axolotl (dataset formats) have them.
-CALL = {"type": "function", "function": {"name": "control_light", "arguments": {"on": True}}}
-PUBLIC: dict[str, dict[str, Any]] = {
-    "TRL: language modeling": {"text": "The sky is blue."},
-    "TRL: conversational": {"messages": CHAT},
-    "TRL: prompt-completion": {"prompt": "The sky is", "completion": " blue."},
-    "TRL: conversational prompt-completion": {"prompt": [HI], "completion": [HO]},
-    "TRL: preference": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
-    "TRL: preference, implicit": {"chosen": [HI, HO], "rejected": [HI, YES]},
-    "TRL: tools": {
-        "messages": [
-            HI,
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "name": "control_light", "content": "on"},
-            HO,
-        ],
-        "tools": [{"type": "function", "function": {"name": "control_light"}}],
-    },
-    "axolotl: completion": {"text": "once upon a time"},
-    "axolotl: alpaca": {"instruction": "Add.", "input": "1 1", "output": "2"},
-    "axolotl: chat_template": {
-        "messages": [{**HI, "training": False}, {**HO, "training": True}],
-    },
-    "axolotl: sharegpt": {
-        "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    },
-    "axolotl: tokenized": {
-        "input_ids": [27, 29, 9],
-        "attention_mask": [1, 1, 1],
-        "labels": [27, -100, 9],
-    },
-}
-
-
-@pytest.mark.parametrize("form", PUBLIC)
-def test_public_forms_train_with_and_without_fields_that_say_nothing(read: Read, form: str) -> None:
+def test_fields_that_say_nothing_change_nothing(read: Read) -> None:
     harmless = {
         "id": 7,
         "source": "web",
         "quality_score": 0.5,
         "created_at": "2024-01-01",
-        "lang": "en",
         "metadata": {"a": 1},
-        "sample_id": "x1",
         "docId": "x2",
         "num_tokens": 9,
         "max_stars_repo_head_hexsha": "c0ffee",
-        "short_book_title": "x",
         "publication_date": 1900,
-        "size": 5,
         "ext": "py",
-        "task_category": "math",
     }
-    assert read({**PUBLIC[form], **harmless}) == read(PUBLIC[form])
-
-
-def test_recipes_write_fields_that_are_read() -> None:
-    """Each script under examples/ that writes records has keys of the table."""
-    known = {name for row in READ.values() for name in row}
-    found = set()
-    for script in ROOT.glob("examples/*/*.py"):
-        for node in ast.walk(ast.parse(script.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "json.dumps":
-                found |= {
-                    key.value
-                    for part in ast.walk(node)
-                    if isinstance(part, ast.Dict)
-                    for key in part.keys
-                    if isinstance(key, ast.Constant)
-                }
-    assert {"text", "messages"} <= found <= known
-
-
-def test_the_command_says_what_was_left_out_and_shows_documents(tmp_path: Path) -> None:
-    row = {"input_ids": [72, 105, 72, 111], "seq_lengths": [2, 2], "loss_mask": [0, 1, 0, 0]}
-    (tmp_path / "data.jsonl").write_text(json.dumps({**row, "id": 1, "extra": "x"}))
-    (tmp_path / "run.yaml").write_text(
-        "model: {config: {model_type: qwen2}}\ncontext: 4\n"
-        f"data: {{source: jsonl, path: {tmp_path}/data.jsonl, cache: {tmp_path}/cache, "
-        "ignore: [extra]}\n"
-    )
-    result = CliRunner().invoke(app, ["data", str(tmp_path / "run.yaml")])
-    assert result.exit_code == 0, result.exception
-    lines = result.output.splitlines()
-    assert "ignored, as data.ignore says: extra" in lines
-    assert "fields that do not affect training: id" in lines
-    place = f"{tmp_path}/data.jsonl:1"
-    at = lines.index(f"{place}: 2 tokens, 1 trained")
-    assert lines[at : at + 3] == [
-        f"{place}: 2 tokens, 1 trained",
-        "  read    H",
-        "  trained i",
-    ]
+    assert read({"messages": CHAT, **harmless}) == read({"messages": CHAT})
 
 
 def test_the_page_has_the_table() -> None:
@@ -660,21 +558,6 @@ def strange(extra: dict[str, Any]) -> set[str]:
     """Fields that a reader of the record would have to know."""
     given = {name: value for name, value in extra.items() if value not in (None, "")}
     return {n for n, value in given.items() if n not in NOTHING or isinstance(value, list)}
-
-
-@given(form=st.sampled_from(sorted(PUBLIC)), extra=EXTRA)
-def test_a_public_form_with_random_fields_is_as_without_or_names_them(
-    form: str, extra: dict[str, Any]
-) -> None:
-    tokenizer, refusal, found = HubTokenizer(character_tokenizer(TURNS)), "", None
-    with TemporaryDirectory() as folder:
-        expected = documents(opened(Path(folder), tokenizer, PUBLIC[form]))
-        try:
-            found = documents(opened(Path(folder), tokenizer, {**PUBLIC[form], **extra}))
-        except UnsupportedError as error:
-            refusal = str(error)
-    assert all(f"'{name}' (in 1 of 1 records)" in refusal for name in strange(extra))
-    assert found == (None if strange(extra) else expected)
 
 
 @st.composite
@@ -736,62 +619,6 @@ def test_a_random_row_is_read_whole_or_a_field_is_named(row: dict[str, Any]) -> 
         assert "none of its tokens is trained" in refusal
     else:
         assert found == expected
-
-
-@st.composite
-def chats(draw: st.DrawFn) -> dict[str, Any]:
-    """Chats with marks, a system column and other fields and keys."""
-    chat: list[dict[str, Any]] = []
-    for _ in range(draw(st.integers(1, 3))):
-        for role in ("user", "assistant"):
-            message: dict[str, Any] = {"role": role, "content": draw(st.text("ab ", min_size=1))}
-            if draw(st.booleans()):
-                message[draw(st.sampled_from(TURN_MARKS))] = draw(st.integers(0, 1))
-            chat.append({**message, **draw(EXTRA)})
-    system = {"system": "be"} if draw(st.booleans()) else {}
-    return {"messages": chat, **system, **draw(EXTRA)}
-
-
-def as_text(record: dict[str, Any]) -> tuple[str, str]:
-    """What a chat says by the template PLAIN."""
-    text = spoken = ""
-    first = [{"role": "system", "content": record["system"]}] if "system" in record else []
-    for message in [*first, *record["messages"]]:
-        on = message["role"] == "assistant" and all(message.get(m, 1) for m in TURN_MARKS)
-        head, said = f"[{message['role']}]", f"{message['content']}$"
-        text += head + said
-        spoken += "_" * len(head) + (said if on else "_" * len(said))
-    return text, spoken
-
-
-@given(record=chats())
-def test_a_random_chat_is_read_whole_or_a_field_is_named(record: dict[str, Any]) -> None:
-    messages = record["messages"]
-    unknown = strange({n: v for n, v in record.items() if n not in ("messages", "system")})
-    for message in messages:
-        others = {n: v for n, v in message.items() if n not in ("role", "content", *TURN_MARKS)}
-        unknown |= {f"messages.{name}" for name in strange(others)}
-    asked = [m for m in messages if m["role"] == "user" and any(m.get(n) for n in TURN_MARKS)]
-    text, spoken = as_text(record)
-    inner, refusal, found = character_tokenizer(PLAIN), "", None
-    with TemporaryDirectory() as folder:
-        try:
-            ((ids, trained),) = documents(opened(Path(folder), HubTokenizer(inner), record))
-        except UnsupportedError as error:
-            refusal = str(error)
-        else:
-            letters = inner.convert_ids_to_tokens(ids)
-            said = zip(letters, trained, strict=True)
-            found = "".join(letters), "".join(c if on else "_" for c, on in said)
-    if unknown:
-        assert refusal
-        assert all(f"'{name}'" in refusal for name in unknown)
-    elif asked:
-        assert any(f"'{name}' asks to train a turn of the user" in refusal for name in TURN_MARKS)
-    elif set(spoken) == {"_"}:
-        assert "none of its tokens is trained" in refusal
-    else:
-        assert found == (text, spoken)
 
 
 if __name__ == "__main__":

@@ -346,7 +346,7 @@ RECORDS = (
         "records: the last of two fields of one name is read",
         "if len(record) < len(pairs):",
         "if len(record) < 0:",
-        ("tests/data/test_unreadable_lines.py::test_a_field_that_is_given_twice_is_named",),
+        ("tests/data/test_files.py::test_a_field_that_is_given_twice_is_named",),
     ),
     Fault(
         "records: the last mask alone is read",

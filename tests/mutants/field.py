@@ -200,7 +200,7 @@ FIELD = (
         "folders: what is nested deeply is read",
         "if depth > DEEPEST:",
         "if depth < 0:",
-        ("tests/test_odd_files.py::test_files_of_a_run_that_say_odd_things",),
+        ("tests/test_odd_files.py::test_what_nests_deeply_is_named",),
     ),
     Fault(
         "folders: the file of a run folder trusts code",

@@ -12,18 +12,14 @@ import pytest
 import torch
 
 from benchmarks import children
-from benchmarks.children import Clock, Outcome, read_rows, run_child
+from benchmarks.children import read_rows
 from benchmarks.gpu_allocator import __main__ as program
-from benchmarks.gpu_allocator import parts
 from benchmarks.gpu_allocator.mapping import CHUNKS
 from benchmarks.gpu_allocator.prepared import Prepared, mallocs
-from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, serve, smallest
-from benchmarks.gpu_allocator.served import CONTENDERS, Contender, Modelled, limit_pytorch
-from benchmarks.gpu_allocator.traces import divided
-from farspan_memory.compare.allocators import CachingAllocator
+from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, smallest
+from benchmarks.gpu_allocator.served import CONTENDERS, Contender, limit_pytorch
 from farspan_memory.compare.compare import FREED
 from farspan_memory.formatting import MIB
-from farspan_memory.trace import FreeEvent, Malloc, Trace
 from tests.pytorch.cpu_allocator import build_driver, once
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_allocator"]
@@ -143,39 +139,6 @@ def check_installed(row: dict[str, Any], contender: Contender, requests: int) ->
         assert any(probe["stitches"] for probe in row["probes"])
 
 
-def test_a_child_that_fails_leaves_its_words() -> None:
-    made = run_child("benchmarks.gpu_allocator.mapping", {"nothing": 0}, 60)
-    assert made.ended == "failed"
-    assert "KeyError: 'total'" in made.words
-    assert made.rows == []
-
-
-def test_a_child_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "LEAST_SECONDS", 0.0)
-    made = run_child("benchmarks.gpu_allocator.traces", {}, 0.05)
-    assert made.ended == "timed out"
-    assert run_child("no.module", {}, -1.0).ended == "not run"
-
-
-def test_rows_before_a_stop_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "rows"
-    file.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert read_rows(file) == [{"a": 1}, {"a": 2}]
-
-
-def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise ValueError("broken")
-
-    kept = {"one": broken, "two": lambda *_: "done"}
-    monkeypatch.setattr(program, "PARTS", kept)
-    saved: list[Any] = []
-    record = program.measured(parts.Place(True, "cpu", 0), 1.0, lambda r: saved.append(dict(r)))
-    assert record["one"] == {"ended": "failed", "words": "ValueError: broken"}
-    assert record["two"] == "done"
-    assert "two" not in saved[0]
-
-
 @pytest.mark.parametrize("needed", [1000, 1003, 1075, 1180, 1500, 2000])
 def test_the_least_capacity_is_found(needed: int) -> None:
     needed *= MIB
@@ -193,30 +156,6 @@ def test_the_least_capacity_is_found(needed: int) -> None:
     assert len(asked) == len(found["probes"]) <= 12
 
 
-def test_a_trace_is_cut_to_a_device() -> None:
-    events = (
-        Malloc(0, 1000),
-        Malloc(1, 0),
-        Malloc(2, 3001),
-        FreeEvent(1),
-        FreeEvent(0),
-        FreeEvent(2),
-    )
-    by, cut = divided(Trace(events), 1001)
-    assert by == 4
-    assert cut.events == (Malloc(0, 250), Malloc(2, 751), FreeEvent(0), FreeEvent(2))
-    assert divided(Trace(events), 4001)[0] == 1
-
-
-def test_what_is_alive_when_memory_is_out_is_freed() -> None:
-    served = Modelled(CachingAllocator, 100 * MIB)
-    served.limit(64 * MIB)
-    steps = [(0, 40 * MIB), (1, 40 * MIB)]
-    for _ in range(2):
-        assert serve(served, steps, Clock.of(60)) == (OUT_OF_MEMORY, 1)
-    assert serve(served, steps[:1], Clock.of(60)) == (COMPLETED, 1)
-
-
 def test_a_limit_is_a_share_that_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     total = 150_109_880_320
     shares: list[float] = []
@@ -229,21 +168,3 @@ def test_a_limit_is_a_share_that_allows_it(monkeypatch: pytest.MonkeyPatch) -> N
     # What PyTorch makes of a share, in whole segments of 2 MiB.
     assert [int(share * total) // (2 * MIB) * (2 * MIB) for share in shares[:-1]] == wanted
     assert shares[-1] == 1.0
-
-
-def test_losses_that_differ_are_told() -> None:
-    def ended(losses: list[float], how: str = COMPLETED) -> dict[str, Any]:
-        rows = [
-            {"step": i, "tokens": 10, "loss": loss, "seconds": 0.5} for i, loss in enumerate(losses)
-        ]
-        return parts.summary(Outcome("completed", "", 1.0, [*rows, {"ended": how, "retries": 2}]))
-
-    runs = [ended([3.0, 2.0, 1.0]), ended([3.0], OUT_OF_MEMORY), ended([3.0, 2.0, 1.5])]
-    assert (runs[1]["steps"], runs[1]["retries"], runs[1]["tokens_a_second"]) == (1, 2, None)
-    assert runs[0]["tokens_a_second"] == 20.0
-    assert parts.agreement(runs) == {
-        "completed": 2,
-        "losses_equal": False,
-        "losses_apart_at_most": 0.5,
-    }
-    assert parts.agreement(runs[:2])["losses_equal"] is True

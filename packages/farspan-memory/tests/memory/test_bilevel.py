@@ -9,9 +9,7 @@ from farspan_memory.exact import (
     place_exactly,
     place_flat,
     segments,
-    signature,
 )
-from farspan_memory.placement import PlacementRequest
 from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace
 from tests.memory.check_placement import check_placement
 from tests.memory.layers import step
@@ -51,15 +49,6 @@ def test_a_layer_that_differs_gets_a_plan_of_its_own() -> None:
     found = place_bilevel(trace.requests(), segments(trace))
     assert (found.segments, found.distinct) == (16, 3)
     check_placement(trace.requests(), found.solution.placement)
-
-
-def test_a_signature_is_the_order_not_the_moment() -> None:
-    early = [PlacementRequest(8, 0, 2), PlacementRequest(4, 1, 3)]
-    late = [PlacementRequest(8, 50, 57), PlacementRequest(4, 53, 99)]
-    nested = [PlacementRequest(8, 0, 3), PlacementRequest(4, 1, 2)]
-    assert signature(early, (0, 1)) == signature(late, (0, 1))
-    assert signature(early, (0, 1)) != signature(nested, (0, 1))
-    assert signature(early, (0, 1)) != signature([PlacementRequest(9, 0, 2), early[1]], (0, 1))
 
 
 def test_what_crosses_a_border_is_not_local() -> None:

@@ -14,7 +14,6 @@ from farspan_memory.placement import (
     PlacementError,
     PlacementRequest,
     live_peak,
-    place_greedily,
     placed_at,
     sweep_placement,
 )
@@ -62,20 +61,6 @@ def test_a_wrong_placement_is_caught(check: Check, change: dict[str, Any], messa
 def test_lifetimes_that_run_backwards_are_caught(check: Check) -> None:
     with pytest.raises(PlacementError, match="is not a range"):
         check([PlacementRequest(8, 4, 2)], Placement((0,), 8, 0))
-
-
-@given(st.data())
-def test_two_that_share_a_byte_are_caught(data: st.DataObject) -> None:
-    """Any two of a random placement, moved onto one another while both live."""
-    sizes = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=8))
-    requests = [PlacementRequest(size, i, i + len(sizes)) for i, size in enumerate(sizes)]
-    found = place_greedily(requests)
-    moved, onto = data.draw(st.permutations(range(len(sizes))))[:2]
-    shift = data.draw(st.integers(1 - sizes[moved], sizes[onto] - 1))
-    addresses = list(found.addresses)
-    addresses[moved] = max(0, addresses[onto] + shift)
-    with pytest.raises(PlacementError):
-        check_placement(requests, replace(found, addresses=tuple(addresses)))
 
 
 @given(requests(most=8, sizes=4, times=8), st.data())

@@ -2,8 +2,6 @@
 torch."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -104,30 +102,3 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str, tra
     result = call(*(str(trace) if word == "TRACE" else word for word in arguments))
     assert isinstance(result.exception, UnsupportedError)
     assert message in str(result.exception)
-
-
-def test_a_broken_trace_is_refused_by_line(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.txt"
-    broken.write_text("malloc 1 512\nfree 1\nfree 1\n")
-    result = call(str(broken))
-    assert isinstance(result.exception, UnsupportedError)
-    assert "broken.txt:3" in str(result.exception)
-
-
-def test_no_trace_is_exit_code_two() -> None:
-    assert call().exit_code == 2
-
-
-def test_it_needs_no_torch(trace: Path) -> None:
-    script = f"""
-import sys
-sys.argv = ["farspan-memory", "compare", {str(trace)!r}, "--json"]
-from farspan_memory.cli import main
-try:
-    main()
-finally:
-    assert not {{"torch", "transformers"}} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["comparisons"]

@@ -15,7 +15,7 @@ from farspan_memory.placement import (
     place_greedily,
 )
 from tests.memory.check_placement import check_placement
-from tests.memory.instances import HARD_CAPACITY, above_bound, hard, least_height, requests, tight
+from tests.memory.instances import HARD_CAPACITY, above_bound, hard, least_height, requests
 
 
 @given(requests(most=6, times=8))
@@ -24,16 +24,6 @@ def test_it_is_the_optimum_of_brute_force(problem: list[PlacementRequest]) -> No
     found = place_exactly(problem)
     check_placement(problem, found.placement)
     assert found.placement.height == least_height(problem) == found.proved_bound
-    assert found.optimal
-
-
-@given(tight())
-@settings(deadline=None)
-def test_a_rectangle_cut_to_pieces_is_put_together(cut: tuple[list[PlacementRequest], int]) -> None:
-    problem, height = cut
-    found = place_exactly(problem)
-    check_placement(problem, found.placement)
-    assert found.placement.height == height
     assert found.optimal
 
 
@@ -95,10 +85,10 @@ def test_unknown_heights_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(height)
         if len(asked) == 1:
             return FitResult(Feasibility.UNKNOWN, (), 0)
-        return fit(columns, height, min(seconds, 1.0))
+        return fit(columns, height, min(seconds, 0.3))
 
     monkeypatch.setattr(exact, "fit", forgetful)
-    found = place_exactly(hard("J"), 4.0)
+    found = place_exactly(hard("J"), 1.0)
     assert asked[0] == found.placement.lower_bound < asked[1]
     assert found.placement.height < place_flat(hard("J")).placement.height
     assert not found.optimal

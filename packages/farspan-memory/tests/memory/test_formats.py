@@ -73,15 +73,11 @@ def test_a_bare_file_that_ends_within_a_line_is_refused() -> None:
     [
         ("malloc 1 2\nmaloc 2 3\n", "f:2: expected"),
         ("malloc 1\n", "f:1: expected"),
-        ("malloc 1 2 stream\n", "f:1: expected"),
-        ("malloc 1 1e9\n", "f:1: expected"),
         ("# x\nfree 5\n", "f:2: free of tensor 5 without a malloc"),
         ("malloc 5 1\nfree 5\nfree 5\n", "f:3: free of tensor 5 a second time"),
         ("malloc 5 1\nmalloc 5 1\n", "f:2: malloc of tensor 5, which is still allocated"),
         ("malloc 5 -1\n", "f:1: size -1"),
         (f"malloc 5 {LARGEST + 1}\n", f"f:1: size {LARGEST + 1}"),
-        (f"malloc 5 {'9' * 5000}\n", "f:1: expected"),
-        (f"free 5\nmalloc 6 1 stream {2**64}\n", "f:1: free of tensor 5"),
         (f"malloc 5 1\nmalloc 6 1 stream {2**64}\n", f"f:2: stream {2**64}, expected 0 to"),
         ("# trace x\nmalloc 5 1\n# end 2\n", "f:3: 1 events came before"),
         ("# trace x\n# end 0\nmalloc 5 1\n", "f:3: the trace ended in line 2"),
@@ -100,26 +96,6 @@ def test_a_name_that_is_no_line_is_not_written(name: str) -> None:
 
 
 # -- MiniMalloc's CSV --------------------------------------------------------------------------
-
-
-def test_csv_is_minimallocs() -> None:
-    assert to_csv(SMALL) == "id,lower,upper,size\n0,0,2,10\n1,1,3,5\n"
-    text = "id,lower,upper,size\n8,3,9,4\n2,0,3,5\n9,9,12,1\n"
-    found = from_csv(text, "f")
-    # What dies at a time makes room for what is born then.
-    assert found.events == (
-        Malloc(2, 5),
-        FreeEvent(2),
-        Malloc(8, 4),
-        FreeEvent(8),
-        Malloc(9, 1),
-        FreeEvent(9),
-    )
-
-
-def test_columns_may_stand_elsewhere_and_among_others() -> None:
-    text = "size, alignment, id, upper, lower\n4,8,1,9,3\n"
-    assert from_csv(text, "f").events == (Malloc(1, 4), FreeEvent(1))
 
 
 @given(traces(marks=False))
@@ -158,12 +134,6 @@ def test_a_csv_that_was_cut_within_a_line_is_refused(trace: Trace, data: st.Data
             from_csv(cut, "f")
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_any_line_break_ends_a_csv(end: str) -> None:
-    text = end.join(("id,lower,upper,size", "0,0,3,5", ""))
-    assert from_csv(text, "f").events == (Malloc(0, 5), FreeEvent(0))
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -172,7 +142,6 @@ def test_any_line_break_ends_a_csv(end: str) -> None:
         ("id,lower,upper,size\n1,2,3,4\n\n1,2,3,x\n", "f:4: expected whole numbers"),
         ("id,lower,upper,size\n1,3,3,4\n", "f:2: the tensor lives in"),
         ("id,lower,upper,size\n1,2,3,4\n1,5,6,4\n", "f:3: id 1 occurs twice"),
-        ("id,lower,upper,size\n1,2,3,-4\n", "f:2: size -4"),
         ("id,lower,upper,size\n1,2,3,512\n2,2,3,51", "f:3: the file is cut off"),
         ("id,lower,upper,size", "f:1: the file is cut off"),
     ],

@@ -14,7 +14,10 @@ from farspan_memory.compare.allocators import (
 )
 from tests.memory.intervals import MIB, NoAddresses, Pages, Segments
 
-SIZES = (300, 512 * 1024, MIB, MIB + 1, 3 * MIB, 9 * MIB, 12 * MIB, 19 * MIB, 25 * MIB, 41 * MIB)
+SIZES = (
+    *(300, 512 * 1024, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 12 * MIB, 19 * MIB),
+    *(25 * MIB, 41 * MIB),
+)
 EVENTS = st.lists(
     st.tuples(st.booleans(), st.integers(0, 10**6), st.sampled_from((0, 0, 0, 1))),
     min_size=20,

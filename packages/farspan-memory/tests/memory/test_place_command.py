@@ -127,28 +127,6 @@ def test_no_time_is_refused(trace: Path) -> None:
     assert "time-limit: expected more than 0 seconds" in str(result.exception)
 
 
-def test_the_time_limit_is_that_of_the_greedy_orders_too(
-    trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float] = []
-
-    def timed(problem: Sequence[PlacementRequest], seconds: float) -> Solution:
-        given.append(seconds)
-        return place_flat(problem)
-
-    monkeypatch.setattr(cli, "place_flat", timed)
-    assert call(trace, "--method", "flat", "--time-limit", 7).exit_code == 0
-    assert given == [7.0]
-
-
-def test_a_broken_trace_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "broken.txt"
-    path.write_text("malloc 1 8\nfree 2\n")
-    result = call(path)
-    assert isinstance(result.exception, UnsupportedError)
-    assert "broken.txt:2: free of tensor 2 without a malloc" in str(result.exception)
-
-
 def test_no_plan_leaves_unchecked(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A placer that puts everything at 0 is caught before anything is written."""
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from farspan_memory.errors import UnsupportedError
 from farspan_memory.placement import place_greedily
 from farspan_memory.replay import PlacementPlan, digest, make_plan, read_plan, rounded, write_plan
-from farspan_memory.trace import LAST_STREAM, FreeEvent, Malloc, Mark, Trace
+from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace
 from tests.memory.traces import traces
 
 TRACE = Trace((Malloc(7, 100), Malloc(8, 600, 2), FreeEvent(7), Malloc(9, 5), FreeEvent(8)))
@@ -67,12 +67,6 @@ def test_another_program_is_refused(tmp_path: Path, events: tuple[Any, ...]) -> 
         read_plan(tmp_path / "plan", Trace(events))
 
 
-def test_a_stream_is_any_address(tmp_path: Path) -> None:
-    trace = Trace((Malloc(0, 1, LAST_STREAM),))
-    write_plan(plan_of(trace), tmp_path / "plan")
-    assert read_plan(tmp_path / "plan", trace) == plan_of(trace)
-
-
 SHIFTED = [[100, 0, 2048], [600, 2, 1024], [5, 0, 2048]]
 
 
@@ -87,21 +81,15 @@ def damage(**changes: Any) -> dict[str, Any]:
         (damage(format="other"), "not a plan: expected the format 'farspan memory plan'"),
         (damage(tensors=[[100, 0, 0], [600, 2, 0], [5, 0, 0]]), "damaged: 0 and 1 live together"),
         (damage(tensors=[[100, 0, 0]]), "damaged: 1 addresses for 3 requests"),
-        (damage(tensors=[[100, 0]]), "damaged"),
         (damage(tensors=[[100, 0, -512]]), "damaged.*expected a count, got -512"),
-        (damage(tensors=None), "damaged"),
         (damage(peak=99999), "damaged: height 99999"),
-        (damage(peak="1"), "damaged.*expected a count, got '1'"),
         (damage(alignment=0), "damaged.*alignment 0"),
-        (damage(optimal=1), "damaged.*optimal 1"),
         (damage(tensors=[[1, 0, 0], [1, 2, 512], [1, 0, 0]]), "damaged: tensor 0 has 1 bytes"),
         (damage(tensors=[[100, 0, 1024], [600, 3, 0], [5, 0, 1024]]), "tensor 1 .* on stream 3"),
         (damage(tensors=[[100, 0, 1025], [600, 2, 0], [5, 0, 1024]], peak=1537), "not a multiple"),
         (damage(tensors=SHIFTED, peak=2560, optimal=True), "marked optimal, but no tensor lies"),
         (damage(lower_bound=1), "damaged: lower bound 1, but 1536 bytes are alive"),
         (damage(tensors=[[100, 0, 2**70]]), "damaged.*expected at most"),
-        (damage(tensors=[[100, 2**64, 0]]), "damaged.*expected at most"),
-        (damage(alignment=2**70), "damaged.*expected at most"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -127,16 +127,6 @@ def test_a_place_that_the_arena_does_not_have_is_refused(row: PlanRow) -> None:
         ReplayPlan((row,), 1024, 512)
 
 
-def test_a_recorded_step_goes_through_files_into_replay(tmp_path: Path) -> None:
-    step = (Malloc(1, 2048), Malloc(2, 1024), Malloc(3, 0), FreeEvent(1), FreeEvent(2))
-    recording = Trace((Malloc(9, 4096), START, *step, START, FreeEvent(9)))
-    write_trace(iteration(recording), tmp_path / "trace")
-    write_plan(placed(iteration(recording)), tmp_path / "plan")
-    plan = load_plan(tmp_path / "plan", tmp_path / "trace")
-    assert plan.planned == 2
-    assert plan.arena == plan.lower_bound == 3072
-
-
 def placed(trace: Trace) -> PlacementPlan:
     """As `farspan memory place` does."""
     return make_plan(trace, place_greedily(rounded(trace.requests(), UNIT)), UNIT, False, "flat")

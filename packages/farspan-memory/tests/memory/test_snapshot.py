@@ -121,7 +121,6 @@ def test_harmless_names_are_refused_too() -> None:
             "entry 2: free of 0x1 a second time",
         ),
         ([entry("segment_map"), entry("alloc", 1, -2)], "entry 1: size -2"),
-        ([entry("alloc", 1, 2**51)], "entry 0: size"),
         ([{"action": "alloc", "addr": "1", "size": 2}], "entry 0: addr: expected a number"),
         ([{"action": "alloc", "addr": 1}], "entry 0: size: expected a number"),
         ([entry("allocate", 1, 2)], "entry 0: unknown action 'allocate'"),
@@ -144,14 +143,9 @@ HELD = {"state": "active_allocated", "size": 512}
         ([7], "segment 0: expected a segment, got 7"),
         ([{"device": "cuda:0"}], "segment 0: device: expected a number, got 'cuda:0'"),
         ([{"address": "q"}], "segment 0: address: expected a number, got 'q'"),
-        ([{"address": [1]}], "segment 0: address: expected a number"),
-        ([{}, {"stream": []}], "segment 1: stream: expected a number"),
         ([{"blocks": None}], "segment 0: blocks: expected a list, got None"),
-        ([{"blocks": [3]}], "segment 0: block 0: expected a block, got 3"),
         ([{"blocks": [HELD, {"state": "inactive"}]}], "block 1: size: expected a number, got None"),
-        ([{"blocks": [HELD | {"size": "x"}]}], "block 0: size: expected a number, got 'x'"),
         ([{"blocks": [HELD | {"size": -4}]}], "segment 0: block 0: size -4, expected at least 0"),
-        ([{"blocks": [HELD | {"requested_size": -4}]}], "segment 0: block 0: size -4, expected 0"),
         ([{"blocks": [HELD | {"requested_size": None}]}], "requested_size: expected a number"),
         (
             [{}, {"blocks": [HELD | {"size": 2**60}]}],
@@ -162,17 +156,6 @@ HELD = {"state": "active_allocated", "size": 512}
 def test_a_broken_segment_is_named(segments: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^s: .*{words}"):
         read_snapshot(snapshot(entry("alloc", 2**40, 8), segments=segments), "s")
-
-
-def test_of_another_device_only_the_number_is_read() -> None:
-    other = [{"device": 1, "blocks": None}]
-    found = read_snapshot(snapshot(entry("alloc", 1, 8), segments=other), "s")
-    assert found.events == (Malloc(0, 8),)
-
-
-def test_what_was_freed_and_never_asked_for_is_named_by_its_entry() -> None:
-    with pytest.raises(UnsupportedError, match="entry 1: size -8"):
-        read_snapshot(snapshot(entry("alloc", 1, 8), entry("free_requested", 2, -8)), "s")
 
 
 @given(st.integers(0, 200))

@@ -87,11 +87,6 @@ def test_hard_instances_fit_into_their_capacity(letter: str) -> None:
     verify(problem, HARD_CAPACITY, found.addresses)
 
 
-def test_an_answer_is_the_same_every_time() -> None:
-    columns = to_columns(hard("D"))
-    assert fit(columns, HARD_CAPACITY, 60.0) == fit(columns, HARD_CAPACITY, 60.0)
-
-
 def test_the_time_limit_ends_a_search() -> None:
     """Half of the bytes alive is refuted at once; the bound itself, in no time, is not known."""
     columns = to_columns(hard("D"))

@@ -2,7 +2,6 @@
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from farspan_memory.errors import UnsupportedError
 from farspan_memory.placement import PlacementRequest
@@ -20,11 +19,6 @@ def test_requests_are_one_for_each_malloc_in_order() -> None:
         PlacementRequest(7, 4, 6),
     )
     assert trace.live_peak() == 15
-
-
-def test_an_empty_trace_needs_nothing() -> None:
-    assert Trace(()).requests() == ()
-    assert Trace((Mark("alone"),)).live_peak() == 0
 
 
 @given(traces())
@@ -58,19 +52,3 @@ def test_the_peak_is_that_of_counting_along(trace: Trace) -> None:
 def test_what_no_allocator_can_serve_is_refused(events: tuple[Event, ...], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         Trace(events, "t")
-
-
-@given(traces(), st.data())
-def test_a_free_less_is_a_tensor_that_lives_to_the_end(trace: Trace, data: st.DataObject) -> None:
-    frees = [
-        (i, event.tensor) for i, event in enumerate(trace.events) if isinstance(event, FreeEvent)
-    ]
-    if not frees:
-        return
-    gone, tensor = data.draw(st.sampled_from(frees))
-    later = trace.events[gone + 1 :]
-    if any(isinstance(event, Malloc) and event.tensor == tensor for event in later):
-        return
-    shorter = Trace(trace.events[:gone] + later)
-    assert max(r.dies for r in shorter.requests()) == len(shorter.events)
-    assert shorter.live_peak() >= trace.live_peak()

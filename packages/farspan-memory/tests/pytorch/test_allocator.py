@@ -15,11 +15,9 @@ import torch
 
 import farspan_memory as memory
 from farspan_memory import allocator
-from farspan_memory import pytorch as allocator_pytorch
 from farspan_memory.errors import UnsupportedError
-from farspan_memory.native import AllocatorOptions, Backend, PlanRow
+from farspan_memory.native import AllocatorOptions, Backend
 from farspan_memory.pytorch import Raiser
-from farspan_memory.replay import ReplayPlan
 
 MIB = 2**20
 
@@ -142,13 +140,6 @@ def test_once_cuda_has_started_it_stays(cuda: FakeCuda) -> None:
     assert memory.installed() is not None
 
 
-@pytest.mark.usefixtures("cuda")
-def test_there_is_one() -> None:
-    memory.install("record")
-    with pytest.raises(UnsupportedError, match="record is installed already"):
-        memory.install("stitch")
-
-
 def test_cuda_that_has_started_is_refused(cuda: FakeCuda) -> None:
     cuda.started = True
     with pytest.raises(UnsupportedError, match=r"already started.*install first"):
@@ -197,35 +188,12 @@ def test_a_plan_file_comes_with_its_trace(given: dict[str, Any]) -> None:
         memory.install("replay", **given)
 
 
-@pytest.mark.usefixtures("cuda")
-def test_a_plan_is_for_replay() -> None:
-    with pytest.raises(
-        UnsupportedError, match="only mode replay follows a plan, but the mode is stitch"
-    ):
-        memory.install("stitch", ReplayPlan((), 0, 0))
-
-
-@pytest.mark.usefixtures("cuda")
-def test_a_plan_beyond_its_arena_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"malloc 1, 1 bytes at 1,048,576, lies beyond the arena"
-    ):
-        memory.install("replay", ReplayPlan((PlanRow(MIB, 0, 0), PlanRow(1, 0, MIB)), MIB, MIB))
-
-
 @pytest.mark.parametrize(
     "call", [memory.uninstall, memory.statistics, memory.recorded, memory.begin_iteration]
 )
 def test_what_needs_an_allocator_says_so(call: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"none is installed; call farspan_memory\.install"):
         call()
-
-
-def test_names_that_this_torch_lacks_stay_absent() -> None:
-    plugged = allocator_pytorch.Plugged(None, None)
-    plugged.replace(torch._C, "_cuda_no_such_name", print)
-    assert not hasattr(torch._C, "_cuda_no_such_name")
-    assert plugged.kept == []
 
 
 @pytest.mark.usefixtures("cuda")
@@ -235,13 +203,6 @@ def test_options_keep_what_is_given() -> None:
     )
     assert made.options.backend is Backend.CUDA
     assert (made.options.fragment_limit, made.options.peers) == (7, 2)
-
-
-@pytest.mark.usefixtures("cuda")
-def test_chunk_and_capacity_may_stand_in_the_options() -> None:
-    wanted = AllocatorOptions(chunk=32 * MIB, capacity=512 * MIB)
-    made = memory.install("stitch", options=wanted)
-    assert (made.options.chunk, made.options.capacity) == (32 * MIB, 512 * MIB)
 
 
 @pytest.mark.usefixtures("cuda")

@@ -1,7 +1,6 @@
 """One trace through several allocators: what is counted, and which capacity is the least."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,17 +13,12 @@ from farspan_memory.compare.allocators import (
     SimulatedOutOfMemory,
 )
 from farspan_memory.compare.compare import (
-    AS_GOOD,
     CACHING,
     EXPANDABLE,
     PLAN,
     PUBLISHED,
-    SAMPLES,
-    STEP,
     STITCH_SECONDS,
     STITCHING,
-    AllocatorResult,
-    AllocatorRun,
     Contender,
     DriverCost,
     Served,
@@ -37,7 +31,6 @@ from farspan_memory.compare.compare import (
     run,
     steps_of,
 )
-from farspan_memory.formatting import UNLIMITED
 from farspan_memory.native import Allocator, AllocatorOptions, NativeError
 from farspan_memory.placement import live_peak
 from farspan_memory.trace import Event, FreeEvent, Malloc, Mark, Trace
@@ -70,15 +63,6 @@ def test_live_bytes_are_the_traces_own() -> None:
     assert len(steps) == len([event for event in trace.events if not isinstance(event, Mark)])
     assert max(live_curve(steps)) == trace.live_peak() == live_peak(trace.requests())
     assert live_curve([]) == ()
-
-
-def test_a_curve_has_no_more_points_than_it_may_and_loses_no_peak() -> None:
-    events: list[Event] = []
-    for number in range(3 * SAMPLES):
-        events += [Malloc(number, MIB * (number == 1234) + 1), FreeEvent(number)]
-    curve = live_curve(steps_of(Trace(tuple(events))))
-    assert len(curve) <= SAMPLES
-    assert max(curve) == MIB + 1
 
 
 def test_without_a_limit_nothing_is_given_back() -> None:
@@ -134,14 +118,6 @@ def test_the_capacity_asked_about_is_one_more_run() -> None:
         assert result.given.reserved_peak <= 100 * MIB or result.name == PLAN
 
 
-def test_where_memory_is_out_the_curve_ends() -> None:
-    found = run(MODELS[0], steps_of(growing()), 150 * MIB)
-    assert not found.completed
-    # 30 + 120 are served, in place of 30 + 110; 30 + 130 are not.
-    assert found.curve == tuple(size * MIB for size in (30, 140, 140, 150, 150))
-    assert run(MODELS[0], steps_of(growing()), None).curve[-1] == 840 * MIB
-
-
 class Stubborn(CachingAllocator):
     """Completes only from a capacity on that has nothing to do with what it reserves."""
 
@@ -166,22 +142,6 @@ def test_the_search_goes_beyond_where_it_was_told_to_end(needs: int) -> None:
     found = least(Contender("stubborn", True, make), [(0, 1, 0)], 5, 8, MIB)
     assert found.capacity == max(5, needs) * MIB
     assert len(made) == len(set(made))
-
-
-def test_the_step_is_fine_where_the_trace_is_small() -> None:
-    assert compare(growing(), ()).step == 2 * MIB
-    assert compare(Trace((Malloc(0, 20 * 2**30),)), ()).step == 20 * MIB
-    assert compare(Trace((Malloc(0, 80 * 2**30),)), ()).step == STEP
-
-
-def test_a_trace_without_events_needs_nothing() -> None:
-    found = compare(Trace((), "empty"), MODELS)
-    assert [result.smallest.capacity for result in found.results] == [0, 0, 0]
-    assert [result.fragmentation(found.live_peak) for result in found.results] == [0.0, 0.0, 0.0]
-
-
-def test_marks_stand_where_they_stood() -> None:
-    assert compare(growing(2), ()).marks == ((1 / 6, "step 1"), (3 / 6, "step 2"))
 
 
 @pytest.mark.usefixtures("native")
@@ -234,43 +194,6 @@ def test_stitching_needs_little_more_than_what_is_alive(chunk: int, most: float)
     assert found.smallest.capacity is not None
     assert found.smallest.capacity <= most * peak
     assert found.smallest.reserved_peak <= most * peak
-
-
-@pytest.mark.usefixtures("native")
-def test_calls_for_tails_are_priced_as_calls_for_their_size() -> None:
-    (rival,) = contenders((32 * MIB,))[2:]
-    with rival.make(UNLIMITED) as served:
-        served.malloc(0, 65 * MIB)
-        calls = dict(served.calls)
-    assert calls[CREATE, 32 * MIB] == calls[MAP, 32 * MIB] == calls[ACCESS, 32 * MIB] == 2
-    assert calls[CREATE, 2 * MIB] == calls[MAP, 2 * MIB] == calls[ACCESS, 2 * MIB] == 1
-
-
-@pytest.mark.usefixtures("native")
-def test_stitching_serves_no_bytes_and_says_when_it_is_full() -> None:
-    (rival,) = contenders((2 * MIB,))[2:]
-    assert run(rival, [(0, 0, 0), (0, -1, 0)], None).completed
-    assert not run(rival, [(0, 5 * MIB, 0)], 4 * MIB).completed
-
-
-def fake(name: str, capacity: int) -> AllocatorResult:
-    ran = AllocatorRun(capacity, True, capacity, 0, {}, 0.0, ())
-    return AllocatorResult(name, True, ran, ran, None)
-
-
-@pytest.mark.parametrize(("more", "as_good"), [(0, True), (10, True), (11, False)])
-def test_one_percent_of_the_live_peak_is_no_difference(more: int, as_good: bool) -> None:
-    assert AS_GOOD == 0.01
-    found = compare(Trace((Malloc(0, 1000),)), ())
-    assert found.expandable_as_good() is None
-    results = (
-        fake(EXPANDABLE, 1000 + more),
-        fake(f"{STITCHING}, 32 MiB", 1100),
-        fake(f"{STITCHING}, 2 MiB", 1000),
-    )
-    found = replace(found, results=results)
-    assert found.expandable_as_good() is as_good
-    assert found.to_json()["expandable_as_good"] is as_good
 
 
 def test_costs_are_those_of_the_table_and_of_the_run() -> None:

@@ -6,7 +6,6 @@ import pytest
 from farspan_memory.compare.allocators import (
     ACCESS,
     CREATE,
-    MALLOC,
     MAP,
     RELEASE,
     RESERVE,
@@ -40,27 +39,6 @@ def test_a_segment_grows_by_pages_behind_what_is_mapped() -> None:
     ]
     calls = {(RESERVE, 0): 1, (CREATE, PAGE): 3, (MAP, PAGE): 3, (ACCESS, PAGE): 3}
     assert dict(allocator.calls) == calls
-
-
-def test_small_requests_have_pages_of_two_mib_and_streams_their_own_segments() -> None:
-    allocator = Expandable()
-    allocator.malloc(0, 1)
-    allocator.malloc(1, MIB)
-    allocator.malloc(2, MIB)
-    assert allocator.reserved == 4 * MIB
-    allocator.malloc(3, 2 * MIB)
-    allocator.malloc(4, 2 * MIB, stream=1)
-    assert allocator.reserved == 4 * MIB + 2 * PAGE
-    assert (allocator.calls[RESERVE, 0], allocator.calls[MALLOC, 0]) == (3, 0)
-
-
-def test_blocks_are_cut_wherever_512_bytes_are_left() -> None:
-    allocator = Expandable()
-    allocator.malloc(0, PAGE - 512)
-    assert [row.state for row in allocator.rows() if row.state != "unmapped"] == ["held", "free"]
-    whole = CachingAllocator()
-    whole.malloc(0, PAGE - 512)
-    assert [row.state for row in whole.rows()] == ["held"]
 
 
 def test_the_block_at_the_border_counts_as_large_as_it_can_grow() -> None:
@@ -104,18 +82,6 @@ def test_a_full_device_unmaps_the_pages_that_are_free_as_a_whole() -> None:
     check_blocks(allocator)
 
 
-def test_a_page_pinned_by_a_small_part_is_not_given_back() -> None:
-    allocator = Expandable(capacity=2 * PAGE)
-    for tensor, size in enumerate((18, 4, 18)):
-        allocator.malloc(tensor, size * MIB)
-    allocator.free(0)
-    allocator.free(2)
-    with pytest.raises(SimulatedOutOfMemory):  # 36 of 40 MiB are free, in two pages
-        allocator.malloc(3, 19 * MIB)
-    assert allocator.reserved == 2 * PAGE
-    allocator.malloc(4, 18 * MIB)
-
-
 def test_pages_that_could_be_made_go_back_when_one_could_not() -> None:
     allocator = Expandable(capacity=2 * PAGE)
     with pytest.raises(SimulatedOutOfMemory):
@@ -123,27 +89,6 @@ def test_pages_that_could_be_made_go_back_when_one_could_not() -> None:
     assert allocator.calls[CREATE, PAGE] == allocator.calls[RELEASE, PAGE] == 4  # tried twice
     assert (allocator.calls[MAP, PAGE], allocator.reserved) == (0, 0)
     check_blocks(allocator)
-
-
-def test_a_segment_without_pages_is_gone() -> None:
-    allocator = Expandable(capacity=3 * PAGE)
-    allocator.malloc(0, 50 * MIB)
-    allocator.free(0)
-    allocator.empty_cache()
-    assert (allocator.segments, allocator.reserved) == ({}, 0)
-    allocator.malloc(1, 3 * PAGE)
-    assert allocator.calls[RESERVE, 0] == 2
-
-
-def test_what_the_caching_allocator_fragments_expandable_segments_serve() -> None:
-    """Ten MiB more each time: no segment of before is large enough, but pages are."""
-    small, large = 100 * MIB, 110 * MIB
-    for kind, expected in ((CachingAllocator, small + large), (Expandable, 120 * MIB)):
-        allocator = kind()
-        allocator.malloc(0, small)
-        allocator.free(0)
-        allocator.malloc(1, large)
-        assert allocator.reserved == expected
 
 
 def test_a_page_is_as_large_as_the_settings_say() -> None:
