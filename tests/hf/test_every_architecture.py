@@ -21,7 +21,16 @@ from farspan.engine.step import Step
 from farspan.hf.probe import Float64Mode
 from farspan.spec import Schedule, UnsupportedError
 from tests.numerics import relative_error
-from tests.zoo import COMMON, FAMILIES, FURTHER, GPT2, RECURRENT, make_model, scatter_weights
+from tests.zoo import (
+    COMMON,
+    DEEPSEEK,
+    FAMILIES,
+    FURTHER,
+    GPT2,
+    RECURRENT,
+    make_model,
+    scatter_weights,
+)
 
 PAGE = Path("docs/reference/models.md")
 RELEASE = f"transformers {transformers.__version__}"
@@ -73,16 +82,47 @@ SMALL: dict[str, Any] = {
 
 # Fields of an architecture that its defaults do not make a small causal model of.
 DECODER = {"is_decoder": True}
+QWEN4 = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 64,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 FIELDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text"), DECODER),
     **dict.fromkeys(("electra", "ernie", "megatron-bert", "rembert", "roberta"), DECODER),
     **dict.fromkeys(("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"), DECODER),
     **dict.fromkeys(("xlm-roberta-xl", "reformer"), DECODER),
     "xmod": {**DECODER, "default_language": "en_XX"},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "mpt": {"attn_config": {"alibi": True}},
+    "reformer": {
+        **DECODER,
+        "axial_pos_embds_dim": [8, 24],
+        "hidden_dropout_prob": 0.0,
+        "lsh_attention_probs_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "qwen4_exp_text": QWEN4,
+    "qwen4_exp": {"text_config": QWEN4},
 }
 # They need packages or weights that are not here, or parts of other models.
 UNTRIED = {
     "gemma3n": "its vision tower needs timm; its text model is gemma3n_text",
+    "dots3_note_text": "attends to the tokens that an indexer chooses",
+    "dots3_note": "its parts must be larger; its text model is dots3_note_text",
+    "musicgen": "is the decoder of an encoder-decoder model",
+    "musicgen_melody": "is the decoder of an encoder-decoder model",
+    "prophetnet": "is the decoder of an encoder-decoder model",
     "gemma4_assistant": "drafts tokens from the keys and values of another model",
     "gemma4_unified_assistant": "drafts tokens from the keys and values of another model",
 }
@@ -94,7 +134,7 @@ def architectures() -> list[str]:
 
 def small_fields(config: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     made = config()
-    found = {n: x for n, x in SMALL.items() if getattr(made, n, None) is not None}
+    found = {n: x for n, x in SMALL.items() if _is_set(made, n)}
     if hasattr(made, "num_key_value_heads"):
         found["num_key_value_heads"] = SMALL["num_key_value_heads"]
     for name, kind in (getattr(config, "sub_configs", None) or {}).items():
@@ -102,6 +142,16 @@ def small_fields(config: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
         with suppress(Exception):  # of a part that the architecture does without
             found[name] = {**small_fields(inner, {}), "model_type": inner.model_type}
     return {**found, **fields}
+
+
+def _is_set(config: Any, name: str) -> bool:
+    """Whether a configuration has a value for this field, and takes another one."""
+    if isinstance(getattr(type(config), name, None), property):
+        return False
+    try:
+        return getattr(config, name, None) is not None
+    except NotImplementedError:  # of XLNet, for lengths
+        return False
 
 
 def small_model(name: str) -> PreTrainedModel:
