@@ -23,7 +23,6 @@ from farspan.spec import Schedule, UnsupportedError
 from tests.numerics import relative_error
 from tests.zoo import (
     COMMON,
-    DEEPSEEK,
     FAMILIES,
     FURTHER,
     GPT2,
