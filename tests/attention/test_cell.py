@@ -122,19 +122,6 @@ def test_parts_that_kernels_join_two_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert set(most) == {1, 2}
 
 
-def test_documents_equal_each_document_alone() -> None:
-    case = Case(tokens=50, chunk=16, kv_block=8, documents=((0, 1, 20, 37),), window=11)
-    inputs = make_inputs(case)
-    found = run_chunked(case, inputs)
-    for start, stop in ((0, 1), (1, 20), (20, 37), (37, 50)):
-        alone = replace(case, tokens=stop - start, documents=None)
-        whole = inputs.q, inputs.k, inputs.v, inputs.dout
-        q, k, v, dout = (x[:, :, start:stop] for x in whole)
-        wanted = expected(alone, Inputs(q, k, v, dout))
-        for name in ("out", "v"):
-            assert_exact(found[name][:, :, start:stop], wanted[name])
-
-
 @pytest.mark.parametrize("documents", [None, ((0, 3, 33), (0, 40))])
 def test_is_deterministic_and_leaves_inputs_alone(
     documents: tuple[tuple[int, ...], ...] | None,
@@ -173,25 +160,6 @@ def test_expanded_gradients_and_transposed_heads_are_accepted() -> None:
     found, wanted = run_chunked(case, strange), expected(case, strange)
     for name in wanted:
         assert_exact(found[name], wanted[name])
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("chunk", [8, 24])
-def test_output_is_contiguous_as_models_want_it(sinks: bool, chunk: int) -> None:
-    case = Case(tokens=24, chunk=chunk, kv_block=8, sinks=sinks, dtype=torch.bfloat16)
-    inputs = make_inputs(case)
-    memory = Memory(inputs.k, inputs.v, limit=24 - chunk)
-    call, span = chunk_call(case, CpuFlash(), 24 - chunk)
-    q, k, v = (x[:, :, span] for x in (inputs.q, inputs.k, inputs.v))
-    out, lse = attend(call, q, k, v, memory, inputs.sinks)
-    assert out.transpose(1, 2).is_contiguous()
-    assert out.dtype == torch.bfloat16
-    assert lse.dtype == torch.float32
-
-
-def test_a_cap_that_the_kernel_does_not_apply_is_a_mistake() -> None:
-    with pytest.raises(AssertionError):
-        AttentionCall(1.0, 30.0, (), 0, CpuFlash())
 
 
 class KeysInTwo(CpuFlash):

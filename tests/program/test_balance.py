@@ -4,7 +4,6 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,9 +27,8 @@ from farspan.program.builder import (
 )
 from farspan.program.dependencies import waits
 from farspan.program.layout import Layout, Range, Rank, are_equal, chunk_ranges
-from farspan.program.program import Forward, cell_place
+from farspan.program.program import cell_place
 from farspan.program.residency import Kind
-from farspan.program.work import work_of
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.grids import examples
 from tests.oracles.check import check_program
@@ -193,44 +191,6 @@ def test_programs_are_right_and_cells_as_long_as_their_chunks(
 
 
 # -- time ----------------------------------------------------------------------------------------
-
-
-def pipelined(stages: list[list[float]]) -> float:
-    """When the last stage is done: a chunk begins when it came through the stage before and the
-    stage is done with the chunk before. [stages][chunks] seconds."""
-    ends = [0.0] * len(stages[0])  # of each chunk in the stage before
-    for seconds_ in stages:
-        free = 0.0
-        for chunk, second in enumerate(seconds_):
-            free = ends[chunk] = max(ends[chunk], free) + second
-    return ends[-1]
-
-
-def idle(model: ModelSpec, chunks: Ranges, stages: int) -> float:
-    """The share of a step that a stage of the forwards waits, in FLOP of the program's cells."""
-    program = build_program(model, RunSpec(1, chunks[-1][1]), Schedule(), chunks=chunks)
-    layers = len(model.layers) // stages
-    work = [[0.0] * len(chunks) for _ in range(stages)]
-    seen = set()
-    for i in program.instructions:
-        if isinstance(i, Forward) and i.mode == "compute" and (i.layer, i.chunk) not in seen:
-            seen.add((i.layer, i.chunk))
-            work[i.layer // layers][i.chunk] += work_of(program, i)
-    assert len(seen) == len(model.layers) * len(chunks)
-    return 1 - sum(work[0]) / pipelined(work)
-
-
-def test_stages_wait_less() -> None:
-    """A 7B model at 256K in chunks of 16K on four stages: a stage waits 25% of the forwards where
-    chunks are equal, 13% with as many equal ones as there are balanced ones, and 8% so."""
-    model = spec_of("Qwen2.5-7B")
-    balanced = balanced_ranges(costs_of(model), 2**18, 2**14)
-    equal = chunk_ranges(2**18, 2**14)
-    many = chunk_ranges(2**18, -(-(2**18) // len(balanced)))
-    assert (len(equal), len(balanced), len(many)) == (16, 37, 37)
-    assert balanced[0] == (0, 2**14)
-    found = [idle(model, chunks, 4) for chunks in (equal, many, balanced)]
-    assert found == pytest.approx([0.247, 0.126, 0.076], abs=0.0005)
 
 
 def asked(layout: Layout, tokens: int, model: ModelSpec = MODEL) -> Question:

@@ -1,9 +1,7 @@
 """A class of tensors is a row of a table: builder, checker, simulation, plan and engine take it."""
 
-import ast
-import inspect
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -20,13 +18,12 @@ from farspan.program import residency
 from farspan.program.ledger import Ledger
 from farspan.program.passes import GroupPasses
 from farspan.program.program import Evict, Load, Program, Store
-from farspan.program.residency import RESIDENCY, CutInto, Kind, Residency, RowTensor, Until
+from farspan.program.residency import CutInto, Kind, Residency, RowTensor, Until
 from farspan.spec import RunSpec, Schedule, Tier
 from tests.oracles.check import check_program
 from tests.oracles.contents import ProgramError
 from tests.oracles.simulate import simulate
 from tests.planner.test_bound import CLOSE, make_grid
-from tests.program import cases
 from tests.program.cases import model_of
 from tests.zoo import VOCAB, make_model
 
@@ -98,31 +95,6 @@ def schedule(tier: Tier) -> Schedule:
 
 def program(tier: Tier) -> Program:
     return build.build_program(model_of(4), RunSpec(1, TOKENS), schedule(tier))
-
-
-def test_every_kind_has_a_row() -> None:
-    assert set(RESIDENCY) == set(Kind)
-    names = [name for row in RESIDENCY.values() for ring in row.slots for name in ring]
-    names += [name(3) for row in RESIDENCY.values() for name in row.homes]
-    assert len(set(names)) == len(names)
-    assert [row for row in RESIDENCY.values() if not row.in_cells] == [
-        row for row in RESIDENCY.values() if row.tensors(model_of(1), model_of(1).layers[0], 1)
-    ]
-
-
-def test_random_schedules_draw_every_place() -> None:
-    """Or no random program has a class that a field places, keeps or leaves out."""
-    (made,) = (
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(cases)))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Schedule"
-    )
-    drawn = {word.arg for word in made.keywords}
-    assert {row.tier for row in RESIDENCY.values() if row.tier} <= drawn
-    kinds = Tier, bool, float
-    places = {field.name for field in fields(Schedule) if isinstance(field.default, kinds)}
-    # Random programs are of models on the device; tests of streamed weights move them.
-    assert places - drawn == {"weights"}
 
 
 @pytest.mark.usefixtures("with_echo")
