@@ -292,25 +292,6 @@ def test_all_blame_the_rank_that_is_late(ended: list[Ended], words: str) -> None
         assert end.said == f"RankFailed: {words} takes {faults._TOO_LONG}", end
 
 
-def wait_within() -> str:
-    faults.HEARTBEAT_TIMEOUT = 3.0
-    place = launch_env()
-    assert place is not None
-    with process_group(place, CPU, LIMIT):
-        run_on_rank0(lambda: None)
-        if place.rank:
-            time.sleep(LIMIT + 1.5)
-        dist.all_reduce(torch.ones(1))  # no meeting: as within a step
-    return "went on"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [Case(2, wait_within)])
-def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(ended: list[Ended]) -> None:
-    for end in ended:
-        assert end.said == f"RankFailed: rank 0: waited for another rank {faults._TOO_LONG}"
-
-
 @pytest.mark.parametrize("case", [of_run("killed", 0)])
 def test_the_rank_that_has_the_store_is_killed(ended: list[Ended]) -> None:
     """Without torchrun, whose agent outlives it."""

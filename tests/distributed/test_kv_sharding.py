@@ -58,13 +58,6 @@ def test_equals_attention_of_one_rank(ranks: int) -> None:
         assert len(set(each[0].sent[:3])) == 1
 
 
-def test_bytes_in_numbers() -> None:
-    """Two shards of a chunk of 5, a token having 10 bytes of q and 7 of partial results."""
-    assert shards_forward([3, 2], 0, 10, 7) == 30 + 14
-    assert shards_forward([3, 2], 1, 10, 7) == 30 + 21
-    assert shards_backward([3, 2, 1], 1, 40, 20) == 2 * 3 * 40 + 4 * 20
-
-
 def way_of_both(
     shards: Communicator, ring: Communicator, spread: Spread, chunk: int, rank: int
 ) -> Way:

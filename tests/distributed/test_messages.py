@@ -129,21 +129,6 @@ def test_what_is_no_data_is_not_sent(value: Any) -> None:
         messages.encode([value])
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array(["2026-01-01"], "M8[ns]"),
-        np.array(["a", "bcd"]),
-        np.asfortranarray(np.arange(6, dtype=">i2").reshape(2, 3)),
-        np.array([1 + 2j]),
-    ],
-)
-def test_arrays_of_plain_types_come_back(array: np.ndarray) -> None:
-    found = _again(array)
-    assert found.dtype == array.dtype
-    assert np.array_equal(found, array)
-
-
 def test_views_of_tensors_come_back_as_what_they_show() -> None:
     for tensor in (
         torch.tensor([1 + 2j, 3j]).conj(),
@@ -232,21 +217,6 @@ def _exchange() -> str:
     except UnsupportedError as error:
         return f"{' '.join(found)}, refused: {error}"
     return "not refused"
-
-
-def test_one_rank_that_sends_a_pickle_is_named() -> None:
-    assert all("rank 1 sent" in said for said in run_ranks(2, _one_is_foreign))
-
-
-def _one_is_foreign() -> str:
-    if dist.get_rank() == 1:
-        messages.encode = lambda value: pickle.dumps(_Opens())  # noqa: ARG005
-    try:
-        messages.gather("a")
-    except RankFailed as error:
-        assert not Path("opened").exists()
-        return str(error)
-    return "nothing"
 
 
 # -- the store -------------------------------------------------------------------------------------

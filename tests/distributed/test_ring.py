@@ -45,10 +45,3 @@ def test_equals_attention_of_one_rank(ranks: int) -> None:
         forward, backward = zip(*[sent for sent in each[0].sent[:3] if sent], strict=True)
         assert forward[1] - forward[0] == forward[2] - forward[1] > 0
         assert backward[1] - backward[0] == backward[2] - backward[1] > 0
-
-
-def test_bytes_in_numbers() -> None:
-    """Three members with 5, 4 and 3 rows, of 10 bytes of K, V and 20 of dK, dV."""
-    assert ring_forward([5, 4, 3], 0, 10) == (5 + 3) * 10
-    assert ring_forward([5, 4, 3], 2, 10) == (3 + 4) * 10
-    assert ring_backward([5, 4, 3], 0, 10, 20) == (5 + 3) * 10 + (4 + 3) * 20

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -22,38 +23,11 @@ BASES = {
     "chunk-major": Schedule(chunk=20, groups=4, kv_block=16),
     "whole": Schedule(chunk=100, groups=1),
 }
-CHANGES = {
-    "phi": {"attention_save_fraction": 0.4},
-    "phi one": {"attention_save_fraction": 1.0},
-    "attention on device": {"attention_save_fraction": 0.6, "attention": Tier.DEVICE},
-    "open group": {"attention_open": True},
-    "open group and phi": {"attention_open": True, "attention_save_fraction": 0.3},
-    "alpha": {"activation_save_fraction": 0.5},
-    "alpha one": {"activation_save_fraction": 1.0},
-    "alpha on device": {"activation_save_fraction": 0.6, "activations": Tier.DEVICE},
-    "alpha and phi": {"activation_save_fraction": 0.3, "attention_save_fraction": 0.7},
-    "alpha beyond phi": {"activation_save_fraction": 0.7, "attention_save_fraction": 0.3},
-    "kv kept": {"kv_kept": True},
-    "kv kept on device": {"kv_kept": True, "kv_home": Tier.DEVICE},
-    "kv streamed": {"kv": Tier.HOST},
-    "kv streamed and kept": {"kv": Tier.HOST, "kv_kept": True},
-    "kv streamed, alpha": {
-        "kv": Tier.HOST,
-        "activation_save_fraction": 0.6,
-        "attention_save_fraction": 0.3,
-    },
-    "x on device": {"boundary_inputs": Tier.DEVICE},
-    "x on device, alpha": {"boundary_inputs": Tier.DEVICE, "activation_save_fraction": 0.6},
-    "layer by layer": {"layer_checkpoint": True},
-    "layer by layer, open": {"layer_checkpoint": True, "attention_open": True, "kv_kept": True},
-}
-# Each change of the unequal groups, and by turns of two of the others; test_all_of_them_together
-# draws from all.
-CASES = [("unequal", change) for change in CHANGES] + [
-    (base, change)
-    for n, change in enumerate(CHANGES)
-    for place, base in enumerate(base for base in BASES if base != "unequal")
-    if (place - n) % 2 == 0
+CHANGES: list[dict[str, Any]] = [
+    {"activation_save_fraction": 0.5},
+    {"activation_save_fraction": 0.3, "attention_save_fraction": 0.7},
+    {"kv": Tier.HOST, "activation_save_fraction": 0.6, "attention_save_fraction": 0.3},
+    {"layer_checkpoint": True, "attention_open": True, "kv_kept": True},
 ]
 DATA = draw(53, batch=2, documents=4)
 
@@ -66,17 +40,6 @@ def outcomes() -> dict[tuple[str, torch.dtype], Outcome]:
         for name, base in BASES.items()
         for dtype in NARROW
     }
-
-
-@pytest.mark.parametrize(("base", "change"), part_of(CASES, *CASES[: len(CHANGES) : 4]))
-def test_the_same_bits(
-    base: str, change: str, outcomes: dict[tuple[str, torch.dtype], Outcome]
-) -> None:
-    schedule = replace(BASES[base], **CHANGES[change])  # type: ignore[arg-type]
-    assert schedule != BASES[base]
-    for dtype in NARROW if base == "unequal" else NARROW[1:]:
-        found = run_step(shared_model("qwen2", dtype), schedule, DATA)
-        assert_same_bits(found, outcomes[base, dtype])
 
 
 tiers = st.sampled_from(Tier)
@@ -98,13 +61,15 @@ placements = st.fixed_dictionaries(
 
 
 @settings(max_examples=examples(24))
-@given(st.sampled_from(sorted(BASES)), placements)
+@given(st.sampled_from(sorted(BASES)), st.sampled_from(NARROW), placements)
 def test_all_of_them_together(
-    outcomes: dict[tuple[str, torch.dtype], Outcome], base: str, changes: dict[str, object]
+    outcomes: dict[tuple[str, torch.dtype], Outcome],
+    base: str,
+    dtype: torch.dtype,
+    changes: dict[str, Any],
 ) -> None:
-    model = shared_model("qwen2", torch.float32)
-    found = run_step(model, replace(BASES[base], **changes), DATA)  # type: ignore[arg-type]
-    assert_same_bits(found, outcomes[base, torch.float32])
+    found = run_step(shared_model("qwen2", dtype), replace(BASES[base], **changes), DATA)
+    assert_same_bits(found, outcomes[base, dtype])
 
 
 @pytest.mark.parametrize(
@@ -115,9 +80,8 @@ def test_other_families(name: str) -> None:
     model = shared_model(name)
     base = Schedule(chunk=16, groups=2, kv_block=24)
     expected = run_step(model, base, DATA)
-    for changes in ("alpha", "alpha and phi", "kv streamed, alpha", "layer by layer, open"):
-        schedule = replace(base, **CHANGES[changes])  # type: ignore[arg-type]
-        assert_same_bits(run_step(model, schedule, DATA), expected)
+    for changes in CHANGES:
+        assert_same_bits(run_step(model, replace(base, **changes), DATA), expected)
 
 
 @pytest.mark.parametrize(
@@ -147,18 +111,3 @@ def test_the_order_of_the_grid(dtype: torch.dtype) -> None:
     orders = [run_step(model, Schedule(chunk=16, groups=g), DATA) for g in (1, 2, (3, 1), 4)]
     for one, other in pairwise(orders):
         assert_same_bits(one, other)
-
-
-def test_again_is_the_same() -> None:
-    model = shared_model("qwen2", torch.bfloat16)
-    first, again = (run_step(model, BASES["unequal"], DATA) for _ in range(2))
-    assert_same_bits(first, again)
-
-
-def test_another_chunk_is_not_the_same() -> None:
-    """Bits do differ where sums are cut otherwise: the comparison can fail."""
-    model = shared_model("qwen2")
-    with pytest.raises(AssertionError):
-        assert_same_bits(
-            run_step(model, Schedule(chunk=16), DATA), run_step(model, Schedule(chunk=20), DATA)
-        )

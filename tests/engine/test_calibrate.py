@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farspan.ask import Request
 from farspan.engine import calibrate as module
-from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
+from farspan.engine.calibrate import Calibration, _name, calibrate, here
 from farspan.engine.microbench import (
     GLANCE,
     HEAD_DIM,
@@ -22,11 +22,8 @@ from farspan.engine.microbench import (
     AttentionProblem,
     Bench,
     attention,
-    attentions,
     describe_machine,
-    products,
     softmax,
-    weight_products,
     workspace,
 )
 from farspan.engine.tiers import Arena
@@ -47,7 +44,7 @@ from farspan.planner.plans import best_plan
 from farspan.report.plan import plan_view
 from farspan.sparse import measure
 from farspan.sparse.measure import page_curves
-from farspan.spec import Curve, LayerSpec, Sparse, UnsupportedError
+from farspan.spec import Sparse, UnsupportedError
 from tests.report.cases import text_of
 
 CPU = torch.device("cpu")
@@ -106,28 +103,6 @@ def test_a_calibrated_machine_is_a_machine_file(device: torch.device, tmp_path: 
     assert file.sources.keys() == {"peer", "network", "latency", "disk"}
     assert file.measured_on["versions"]["torch"] == torch.__version__
     assert file.measured_on["pinned_bytes_a_second"] > 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_quick_calibration_looks_at_what_models_are_trained_in() -> None:
-    file = calibrate(CPU, quick=True)
-    assert file.about == "measured quickly"
-    assert file.spec.rates.keys() == {"bfloat16", "float32"}
-    for rates in file.spec.rates.values():
-        curves = [getattr(rates, name) for name in PLAIN]
-        assert rates.peak == max(rate for curve in curves for _, rate in curve.points)
-        assert rates.logit > 0
-        assert rates.weights is not None
-        assert rates.causal_forward is not None
-        assert rates.causal_backward is not None
-
-
-def test_here_reads_the_file_of_the_user(home: Path) -> None:
-    mine = replace(machine("h200"), name="mine", unified=True, processors=0)
-    write(replace(read("h200"), spec=mine), user_file())
-    assert user_file().is_relative_to(home)
-    assert here() == mine
 
 
 @pytest.mark.usefixtures("home")
@@ -246,12 +221,6 @@ def scripted(*seconds: float) -> tuple[Bench, Callable[[], None]]:
     return bench(clock=lambda: now[0]), call
 
 
-def test_a_call_takes_its_fastest_run() -> None:
-    # Each look has two runs that do not count, and one that does.
-    timed, call = scripted(1.0, 1.0, 54.0, 1.0, 1.0, 3.0, 1.0, 1.0, 4.0)
-    assert [timed.seconds("call", call) for _ in range(3)] == [54.0, 3.0, 3.0]
-
-
 def test_a_call_is_looked_at_until_its_best_two_agree() -> None:
     timed, call = scripted(*(1.0, 1.0, 54.0), *(1.0, 1.0, 3.0), *(1.0, 1.0, 3.2))
     for settled in (False, False, True):
@@ -259,15 +228,6 @@ def test_a_call_is_looked_at_until_its_best_two_agree() -> None:
         assert timed.settled() is settled
     assert timed.seconds("call", call) == 3.0  # nothing is left to run
     assert timed.spread() == {"call": 18.0}
-
-
-def test_a_call_that_never_varied_is_looked_at_twice() -> None:
-    timed, call = scripted(*[1.0] * 6)
-    timed.seconds("call", call)
-    assert not timed.settled()
-    timed.seconds("call", call)
-    assert timed.settled()
-    assert timed.spread() == {"call": 1.0}
 
 
 def test_a_field_settles_when_every_size_has() -> None:
@@ -321,28 +281,6 @@ def test_a_gpu_is_timed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert glance.seconds("product", call(1e-3)) == pytest.approx(1e-3)
 
 
-def test_a_settled_curve_is_not_made_again() -> None:
-    timed = bench(clock=lambda: 0.0)
-
-    def points() -> Iterator[tuple[float, int, Callable[[], object]]]:
-        yield 4.0, 1, lambda: None
-
-    timed.note("c", 2.0, 4.0)
-    timed.note("c", 2.0, 4.0)
-    assert timed.curve("other", iter([])).points == ()
-    timed._curves["c"] = Curve(((4.0, 2.0),))
-    assert timed.curve("c", points()) is timed._curves["c"]
-
-
-def curve_of(*rates: float) -> Curve:
-    return Curve(tuple((float(size + 1), rate) for size, rate in enumerate(rates)))
-
-
-def test_the_peak_is_above_every_curve() -> None:
-    curves = [curve_of(1e9, 3e9), curve_of(5e9, 2e9), curve_of(4e9)]
-    assert _peak(bench(), torch.float32, curves) == 5e9
-
-
 class Unsteady:
     """Looks that give one preset after the other; what is said of them is a preset's."""
 
@@ -364,12 +302,6 @@ def contradictory() -> MachineFile:
     return replace(file, spec=replace(file.spec, rates={"bfloat16": rates}))
 
 
-def test_a_contradiction_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = Unsteady(monkeypatch, contradictory(), contradictory(), contradictory(), read("h200"))
-    assert calibrate(CPU, quick=True).spec == machine("h200")
-    assert looked.looks == 4
-
-
 def test_a_contradiction_that_stays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = Unsteady(monkeypatch, contradictory())
     with pytest.raises(
@@ -377,17 +309,6 @@ def test_a_contradiction_that_stays_is_refused(monkeypatch: pytest.MonkeyPatch) 
     ):
         calibrate(CPU, quick=True)
     assert looked.looks == 5
-
-
-def test_short_calls_are_repeated() -> None:
-    now = [0.0]
-
-    def call() -> None:
-        now[0] += 1e-5
-
-    timed = bench(clock=lambda: now[0])
-    assert timed.seconds("call", call) == pytest.approx(1e-5)
-    assert now[0] > 1e-3
 
 
 def test_a_curve_ends_with_the_first_call_that_takes_too_long() -> None:
@@ -409,17 +330,6 @@ def test_a_curve_ends_with_the_first_call_that_takes_too_long() -> None:
     assert [size for size, _ in slow.points] == [1.0, 2.0]
 
 
-def test_products_count_what_they_multiply() -> None:
-    size, count, call = next(products(bench(), torch.float32))
-    assert (size, count) == (2.0 * 256 * 64 * 64, 2)
-    call()
-    size, count, weights = next(weight_products(bench(), torch.float32))
-    assert (size, count) == (2.0 * 256 * 64 * 64, 1)
-    gradient = weights()
-    assert isinstance(gradient, Tensor)
-    assert gradient.shape == (64, 64)
-
-
 def _tensors(found: object) -> tuple[Tensor, ...]:
     assert isinstance(found, tuple)
     return found
@@ -437,15 +347,6 @@ def test_attention_counts_the_pairs_that_it_sees(causal: bool) -> None:
     assert dq.shape == made.q.shape
     assert dk.shape == dv.shape == made.k.shape
     assert lse.isfinite().all()
-
-
-def test_attention_calls_are_those_that_rates_are_asked_about() -> None:
-    """The size on the curve is the one that planning looks up for the same call."""
-    size, heads, _ = next(attentions(bench(), torch.float32, causal=False, backward=True))
-    layer = LayerSpec(query_heads=heads, kv_heads=2, head_dim=HEAD_DIM, value_dim=HEAD_DIM)
-    rates = machine("h200").rates["bfloat16"]
-    expected = heads * size / rates.attention_backward.at(size)
-    assert rates.attention(256 * 256, layer, backward=True) == expected
 
 
 def test_the_softmax_is_what_narrow_heads_do_not_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,10 +388,6 @@ def test_a_workspace_is_what_a_backward_takes_beside_its_results(
 
     monkeypatch.setattr(AttentionProblem, "call", made)
     assert workspace(bench(), torch.float32) == expected
-
-
-def test_a_cpus_kernels_take_nothing_that_is_seen() -> None:
-    assert workspace(bench(), torch.float32) == 0.0
 
 
 @pytest.mark.parametrize("locks", [True, False])

@@ -55,7 +55,3 @@ def test_kernels_that_are_here_are_compared(
     assert fastest_attention(looked, torch.bfloat16, lambda _: None) == found
     assert looked.kernel is AttentionKernel.AUTO
     assert fastest_attention(looked, torch.float32, lambda _: None) == FastestKernel()
-
-
-def test_a_cpu_has_no_kernels_to_compare() -> None:
-    assert fastest_attention(Bench(CPU, QUICK), torch.bfloat16, lambda _: None) == FastestKernel()

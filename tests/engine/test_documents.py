@@ -102,15 +102,6 @@ def test_one_document_is_no_document() -> None:
     assert_same_bits(run_step(model, schedule, marked), run_step(model, schedule, data))
 
 
-def test_numbers_of_documents_do_not_matter() -> None:
-    """Only where a new one begins does."""
-    model, data = shared_model("qwen2"), pack(LENGTHS)
-    assert data.document_ids is not None
-    others = Data(data.input_ids, data.labels, data.document_ids.to(torch.int32) * 1000 - 5)
-    schedule = SCHEDULES["device"]
-    assert_same_bits(run_step(model, schedule, others), run_step(model, schedule, data))
-
-
 def test_documents_of_one_token_train_nothing() -> None:
     model = shared_model("qwen2")
     found = run_step(model, SCHEDULES["device"], pack((1,) * 20))

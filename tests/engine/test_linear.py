@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, adds_products
+from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator
 from farspan.engine.step import Step
 from farspan.hf.fused_layers import in_shells
 from farspan.spec import Kernels, Schedule, Tier
@@ -110,13 +110,3 @@ def test_frozen_weights_and_others_are_left_alone() -> None:
     assert "AddmmBackward" in type(out.grad_fn).__name__
     assert in_shells(Other(3, 3), [adding.forward_of]).__class__ is Other
     assert "forward" not in in_shells(Other(3, 3), [adding.forward_of]).__dict__
-
-
-def test_a_cpu_does_not() -> None:
-    assert not adds_products(torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpu_does(dtype: torch.dtype) -> None:
-    assert adds_products(torch.device("cuda"), dtype)

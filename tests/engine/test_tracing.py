@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.engine.trace import (
-    ALL_TEMPORARIES,
     CUBLAS_WORKSPACE,
     NO_TEMPORARIES,
     Recorder,
@@ -31,7 +30,7 @@ from farspan.engine.trace import (
 )
 from farspan.engine.trace_steps import Checkpointing, Recording, adamw, run_training, trace_training
 from farspan.spec import UnsupportedError
-from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace, from_events
+from farspan_memory.trace import FreeEvent, Malloc, Trace, from_events
 from tests.grids import exhaustive
 
 # torch 2.11 says it of every profile.
@@ -181,10 +180,6 @@ def llama(
     return from_events(found.events, found.name)
 
 
-def test_additions_out_of_place_would_be_events_that_are_not() -> None:
-    assert len(llama(in_place=False).events) > len(llama().events)
-
-
 def test_what_is_left_is_weights_and_moments() -> None:
     """No cycle of references keeps a tensor; states are born with the first step."""
     for kept in Checkpointing:
@@ -200,66 +195,6 @@ def test_what_is_left_is_weights_and_moments() -> None:
         assert all(r.dies < len(without.events) for r in ends)
         weights = sum(p.nbytes for p in parameters)
         assert 3 * weights <= trace.live_peak() - without.live_peak() + 2 * weights
-
-
-def steps(trace: Trace) -> list[list[int | str]]:
-    """Sizes and marks of each step."""
-    found: list[list[int | str]] = []
-    sizes: dict[int, int] = {}
-    for event in trace.events:
-        if isinstance(event, Mark) and event.name.startswith("step"):
-            found.append([])
-        elif isinstance(event, Malloc):
-            sizes[event.tensor] = event.size
-        if found and not (isinstance(event, Mark) and event.name.startswith("step")):
-            match event:
-                case Malloc(_, size):
-                    found[-1].append(size)
-                case FreeEvent(tensor):
-                    found[-1].append(-sizes[tensor])
-                case Mark(name):
-                    found[-1].append(name)
-    return found
-
-
-def test_from_the_second_step_on_all_steps_are_alike() -> None:
-    first, second, third, other = steps(llama((64, 64, 64, 96)))
-    assert second == third
-    assert first != second  # moments are born in the first
-    assert [x for x in second if isinstance(x, str)] == [x for x in other if isinstance(x, str)]
-    assert second != other
-
-
-def test_two_traces_are_the_same() -> None:
-    assert llama.__wrapped__() == llama()
-
-
-@pytest.mark.parametrize("kept", Checkpointing)
-def test_marks_follow_the_layers(kept: Checkpointing) -> None:
-    names = [event.name for event in llama((64,), kept).events if isinstance(event, Mark)]
-    assert names == [
-        "step 0",
-        "layer 0 forward",
-        "layer 1 forward",
-        "head",
-        "layer 1 backward",
-        "layer 0 backward",
-        "embedding backward",
-        "optimizer",
-    ]
-
-
-def test_less_is_kept_from_strategy_to_strategy() -> None:
-    peaks = [llama((1 << 16,), kept).live_peak() for kept in Checkpointing]
-    assert peaks == sorted(peaks, reverse=True)
-    # What offloading saves is the input of every layer, once the forward holds it no more.
-    later = [_alive_at(llama((1 << 16,), kept), "layer 1 backward") for kept in Checkpointing]
-    assert later[1] - later[2] == 2 * 2**16 * 64 * 2
-
-
-def _alive_at(trace: Trace, mark: str) -> int:
-    place = trace.events.index(Mark(mark))
-    return sum(r.size for r in trace.requests() if r.born < place < r.dies)
 
 
 # -- what no tensor shows ----------------------------------------------------------------------
@@ -290,17 +225,6 @@ def test_each_temporary_is_what_its_kernel_takes() -> None:
     assert extra(Temporary.EMBEDDING, tokens=3072) == []
 
 
-def test_lengths_are_rounded_up_where_the_kernel_does() -> None:
-    rows = 4 * 256 * 4  # 129 tokens take two blocks of 128
-    assert extra(Temporary.FLASH, tokens=129)[:2] == [rows, rows * 32]
-
-
-def test_all_temporaries_are_on_by_default() -> None:
-    model = meta_model(LLAMA, torch.bfloat16)
-    found = llama((64,), temporaries=ALL_TEMPORARIES)
-    assert from_events(trace_training(model, (64,)).events, found.name) == found
-
-
 # -- the recorder ------------------------------------------------------------------------------
 
 
@@ -329,20 +253,6 @@ def test_an_addition_in_somebodys_backward_stays_out_of_place() -> None:
     assert found[True] == found[False]
     # The output, its gradient, own, own * 3, three sums.
     assert sum(isinstance(event, Malloc) for event in found[True]) == 7
-
-
-def test_views_of_what_was_there_before_are_no_memory() -> None:
-    x = torch.empty(64, 64, device="meta")
-    recorder = Recorder(torch.device("meta"), in_place=True)
-    with recorder:
-        y = x.t()[3:]
-        z = y + 1
-        w = z[1:]
-        del z, w
-        torch.empty(0, device="meta")
-        torch.empty(5)
-    events = from_events(recorder.events, "").events
-    assert events == (Malloc(0, 61 * 64 * 4), FreeEvent(0))
 
 
 META = {"device": "meta"}

@@ -12,8 +12,8 @@ from farspan.engine.trace import NO_TEMPORARIES, meta_model
 from farspan.engine.trace_steps import Recording, TraceRequest, own_strategy, trace_cells
 from farspan.planner.evaluate import Sized, size
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import Kernels, Tier, UnsupportedError
-from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace, from_events
+from farspan.spec import Kernels, UnsupportedError
+from farspan_memory.trace import Trace, from_events
 from tests.grids import part_of
 
 LAYERS, TOKENS, RANK = 3, 500, 4
@@ -76,11 +76,6 @@ def test_the_peak_is_what_plans_say(name: str) -> None:
     assert traced(name).live_peak() == predicted(sized(name))
 
 
-@pytest.mark.parametrize("name", part_of(["recompute", "grouped"], "grouped"))
-def test_so_it_is_with_adapters(name: str) -> None:
-    assert traced(name, RANK).live_peak() == predicted(sized(name, RANK))
-
-
 @pytest.mark.parametrize(
     "name", part_of(["plain", "recompute", "grouped", "oomb"], "recompute", "oomb")
 )
@@ -88,34 +83,6 @@ def test_so_it_is_with_states_of_an_optimizer(name: str) -> None:
     """Autograd hands out weight gradients in the dtype of `.grad`, twice as wide as the model's."""
     found = sized(name, optimizer="adamw")
     assert traced(name, optimizer="adamw").live_peak() == predicted(found)
-
-
-@pytest.mark.parametrize("name", WITHOUT_STATES)
-def test_nothing_of_a_step_outlives_it_but_the_arena(name: str) -> None:
-    trace = traced(name)
-    alive = {event.tensor: event.size for event in trace.events if isinstance(event, Malloc)}
-    for event in trace.events:
-        if isinstance(event, FreeEvent):
-            del alive[event.tensor]
-    model = meta_model(LLAMA, torch.bfloat16)
-    arena = sized(name).programs[0].arena_bytes[Tier.DEVICE]
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert sum(alive.values()) == arena + weights + buffers()
-
-
-def test_marks_follow_the_program() -> None:
-    names = [event.name for event in traced("oomb").events if isinstance(event, Mark)]
-    chunks = len(sized("oomb").programs[0].chunks)
-    assert names[:2] == ["step 0", "layer 0 forward"]
-    assert names[-2:] == ["embedding backward", "optimizer"]
-    for layer in range(LAYERS):
-        assert names.count(f"layer {layer} backward") == 2 * chunks
-
-
-def test_gradients_are_added_in_place_unless_plans_are_compared() -> None:
-    in_place = traced("recompute", recording=Recording(NO_TEMPORARIES))
-    assert len(in_place.events) < len(traced("recompute").events)
-    assert in_place.live_peak() <= traced("recompute").live_peak()
 
 
 def test_what_belongs_to_no_step_is_left_out_on_request() -> None:

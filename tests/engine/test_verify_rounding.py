@@ -12,7 +12,6 @@ from farspan.attention import chunk as attention
 from farspan.attention.backends import merge_
 from farspan.engine.buffers import KVPrefix
 from farspan.engine.gradients import GradientAccumulator
-from farspan.engine.loss import StepInputs, make_inputs
 from farspan.engine.verify import (
     FLOOR,
     TWO_ROUNDINGS,
@@ -89,15 +88,6 @@ def lose_a_key(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("farspan.attention.chunk._visits", visits)
 
 
-def lse_too_large(patch: pytest.MonkeyPatch) -> None:
-
-    def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = attention.attend(*arguments)
-        return out, 1.01 * lse
-
-    patch.setattr("farspan.engine.attention_op.attend", attend)
-
-
 def lose_of_earlier_keys(patch: pytest.MonkeyPatch) -> None:
     """A tenth of dK, dV of earlier keys."""
     own = KVPrefix.add_gradient
@@ -108,30 +98,8 @@ def lose_of_earlier_keys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVPrefix, "add_gradient", add)
 
 
-def move_a_border(patch: pytest.MonkeyPatch) -> None:
-    """One document of one row begins a token late, for attention."""
-
-    def make(*arguments: Any, **options: Any) -> StepInputs:
-        batch = make_inputs(*arguments, **options)
-        assert batch.documents is not None
-        first, *others = batch.documents
-        moved = (first[0], first[1] + 1, *first[2:])
-        return replace(batch, documents=(moved, *others))
-
-    patch.setattr("farspan.engine.calls.make_inputs", make)
-
-
-def count_a_chunk_twice(patch: pytest.MonkeyPatch) -> None:
-    """In the gradient of one weight."""
-    count(patch, 2.0)
-
-
 def count_a_chunk_more(patch: pytest.MonkeyPatch) -> None:
     """By a quarter, in the gradient of one weight."""
-    count(patch, 1.25)
-
-
-def count(patch: pytest.MonkeyPatch, factor: float) -> None:
     own = GradientAccumulator._add
     seen: list[nn.Parameter] = []
 
@@ -140,7 +108,7 @@ def count(patch: pytest.MonkeyPatch, factor: float) -> None:
             seen.append(parameter)
             # The first of them, in the second of its chunks.
             if parameter is seen[0] and sum(p is parameter for p in seen) % 4 == 2:
-                gradient = gradient * factor
+                gradient = gradient * 1.25
         own(self, parameter, gradient)
 
     patch.setattr(GradientAccumulator, "_add", add)
@@ -158,10 +126,7 @@ def window_too_wide(patch: pytest.MonkeyPatch) -> None:
 FAULTS = (
     merge_too_much,
     lose_a_key,
-    lse_too_large,
     lose_of_earlier_keys,
-    move_a_border,
-    count_a_chunk_twice,
     count_a_chunk_more,
     window_too_wide,
 )
@@ -226,12 +191,6 @@ class TestNudged:
         assert torch.equal(table, before)
         assert 1 / 24 < float(moved) < 1 / 8
         assert 0.5 < off / (torch.finfo(torch.bfloat16).eps * (1 / 12) ** 0.5) < 2
-
-    def test_the_first_run_is_of_the_model_itself(self) -> None:
-        model = make_model("qwen2", torch.bfloat16)
-        before = model.get_parameter(TABLE).detach().clone()
-        with perturbed_embeddings(model, 0):
-            assert torch.equal(model.get_parameter(TABLE), before)
 
 
 def runs(*errors: float) -> list[Errors]:
@@ -311,13 +270,6 @@ class TestBesidePlain:
         found = beside_plain(runs(0.0, 0.0), runs(0.0, 0.0), [0.0] * 2, chooses=False)
         assert found.ratio == 1.0
         assert found.passed(0.0)
-
-    def test_kinds(self) -> None:
-        names = [f"layers.{i}.mlp.experts.{j}.up.weight" for i in range(2) for j in range(2)]
-        run = dict.fromkeys([*names, "h.0", "h.1", "norm"], 0.1)
-        found = beside_plain([run, run], [run, run], [0.0] * 2, chooses=False)
-        kinds = [error.name for error in found.errors if "*" in error.name]
-        assert kinds == ["layers.*.mlp.experts.*.up.weight"]  # two are too few for a median
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: float, *parameters: nn.Parameter) -> None:
