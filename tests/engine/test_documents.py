@@ -68,7 +68,7 @@ def sum_of_documents(model: nn.Module, data: Data) -> Outcome:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    crossed(["qwen2", "mistral", "gemma3_text", "gpt_oss", "gpt2"], SCHEDULES),
+    crossed(["gemma3_text", "gpt_oss", "gpt2"], SCHEDULES),
 )
 @pytest.mark.usefixtures("float64_throughout")
 def test_documents_give_what_they_give_alone(name: str, kind: str) -> None:

@@ -4,7 +4,7 @@ by any schedule, in any layout."""
 import copy
 from dataclasses import replace
 from functools import cache, partial, partialmethod
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from farspan.engine.profile import profiles_of_model
 from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.hf import dropout
-from farspan.hf.dropout import Draws, Numbers, TokenRange, dropped, noisy
+from farspan.hf.dropout import Draws, Numbers, TokenRange, dropped
 from farspan.hf.probe import Float64Mode
 from farspan.planner.walk import Walk
 from farspan.profile.model import Variant
@@ -275,42 +275,6 @@ def of(name: str = MODULE, *, step: int = 0, row: int = 0, first: int = 0) -> Nu
     return draws.numbers(name, torch.empty(1, 1, 1))
 
 
-def bits(numbers: Numbers, tokens: int = 256, features: int = 512, p: float = 0.5) -> Tensor:
-    """+1 where an element is dropped, -1 where not, [tokens, features]."""
-    return 2.0 * (dropped(torch.ones(1, tokens, features), p, numbers)[0] == 0) - 1
-
-
-@pytest.mark.parametrize("p", part_of([0.01, 0.05, 0.1, 0.5, 0.9], 0.1))
-def test_the_rate_is_the_probability(p: float) -> None:
-    count, total = 0, 0
-    for step in range(8):
-        found = dropped(torch.ones(2, 512, 1024), p, of(step=step))
-        count, total = count + int((found == 0).sum()), total + found.numel()
-        assert torch.equal(found[found != 0], torch.full_like(found[found != 0], 1 / (1 - p)))
-    assert abs(count - p * total) < 5 * (p * (1 - p) * total) ** 0.5
-
-
-def test_what_differs_in_one_thing_is_unlike() -> None:
-    base = bits(of())
-    others = {
-        "step": bits(of(step=1)),
-        "row": bits(of(row=1)),
-        "module": bits(of(MODULE.replace("q_proj", "v_proj"))),
-        "layer": bits(of(MODULE.replace("layers.0", "layers.1"))),
-    }
-    for one, other in combinations([base, *others.values()], 2):
-        assert abs(float((one * other).sum())) < 5 * base.numel() ** 0.5
-    for shift in (1, 2, 3, 16, 64):
-        for near in (base[shift:] * base[:-shift], base[:, shift:] * base[:, :-shift]):
-            assert abs(float(near.sum())) < 5 * near.numel() ** 0.5
-    # No two tokens and no two features are alike, nor are four corners of any square.
-    for side in (base, base.T):
-        products = (side @ side.T).fill_diagonal_(0)
-        assert float(products.abs().max()) < 6 * side.shape[1] ** 0.5
-    squares = base[1:, 1:] * base[:-1, 1:] * base[1:, :-1] * base[:-1, :-1]
-    assert abs(float(squares.sum())) < 5 * squares.numel() ** 0.5
-
-
 def test_a_mask_does_not_know_where_it_is_cut() -> None:
     whole = dropped(torch.ones(3, 700, 1000), P, of())
     for cuts in ((0, 1, 3, 700), (0, 128, 500, 699, 700)):
@@ -321,16 +285,6 @@ def test_a_mask_does_not_know_where_it_is_cut() -> None:
     assert torch.equal(whole != 0, expected)
     far = of(first=10**9, row=10**5)
     assert not torch.equal(dropped(whole, P, far), dropped(whole, P, of(first=10**9)))
-
-
-def test_noise_is_uniform() -> None:
-    found = noisy(torch.zeros(1, 2048, 256), 2.0, of())
-    assert float(found.abs().max()) <= 2.0
-    count = found.numel()
-    assert abs(float(found.mean())) < 5 * (4 / 3 / count) ** 0.5
-    assert abs(float(found.square().mean()) - 4 / 3) < 5 * (64 / 45 / count) ** 0.5
-    narrow = noisy(torch.zeros(1, 4, 256, dtype=torch.bfloat16), 2.0, of())
-    assert torch.equal(narrow, found[:, :4].bfloat16())
 
 
 # -- faults, and what is refused -----------------------------------------------------------------

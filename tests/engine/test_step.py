@@ -293,7 +293,6 @@ def fail(_: nn.Module, given: tuple[Tensor], __: object) -> None:
 
 
 SCHEDULES = {
-    "layer-major": Schedule(chunk=16),
     "kept": SCHEDULE,
     "kept on device": Schedule(
         chunk=16, groups=2, activation_save_fraction=1.0, activations=Tier.DEVICE, kv_kept=True

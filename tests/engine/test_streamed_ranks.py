@@ -120,17 +120,13 @@ WHOLE: dict[str, Any] = {"fsdp": False}
     [
         (Layout(pipeline=2, **WHOLE), [FEW[0], DEALT[1]]),
         exhaustive(Layout(pipeline=2, **WHOLE), [*MORE, *MORE_DEALT]),
-        exhaustive(Layout(pipeline=4, **WHOLE), [*FEW, *DEALT]),
         (Layout(ulysses=2), [FEW[1], DEALT[0]]),  # the latter of shards
         exhaustive(Layout(ulysses=2), MORE),
-        exhaustive(Layout(ulysses=4), FEW),
         exhaustive(Layout(ulysses=2, shards=2), FEW),
         (Layout(data=2), [MORE[2]]),
         exhaustive(Layout(data=2), MORE),
-        exhaustive(Layout(data=4), FEW),
         exhaustive(Layout(pipeline=2, ulysses=2, **WHOLE), [*FEW, *DEALT]),
         exhaustive(Layout(data=2), MORE_DEALT),
-        exhaustive(Layout(data=4), DEALT),
         exhaustive(Layout(pipeline=2, data=2), MORE_DEALT),
         exhaustive(Layout(tensor=2), MORE_DEALT[2:3]),
     ],

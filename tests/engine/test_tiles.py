@@ -213,7 +213,7 @@ def test_a_layer_that_does_not_call_its_children_is_refused() -> None:
         tokenwise(CausalLMStages(model))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gpt_neox", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_neox", "gemma2"])
 def test_plans_know_whose_value_is_needed(name: str) -> None:
     model = shared_model(name)
     layers = spec_of(model.config.to_dict()).layers

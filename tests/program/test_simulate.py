@@ -67,14 +67,6 @@ def test_an_evaluation_holds_the_pages_of_one_group() -> None:
         assert all(one.dies <= other.born for one, other in pairwise(held))
 
 
-@given(cases.steps())
-def test_evaluation_runs_every_cell_once(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
-    found = simulate(build_evaluation(*step))
-    assert found.attention_passes == any(layer.attends() for layer in step[0].layers)
-    assert found.linear_passes == 1
-    assert found.projection_passes == 0
-
-
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 def test_pairs_are_those_of_the_mask(window: int | None) -> None:
     for stop in (0, 1, 4, 5, 6, 39, 40, 41):
