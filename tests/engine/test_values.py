@@ -275,8 +275,8 @@ def test_a_reference_of_the_same_step_between_the_halves() -> None:
     assert max(errors(gradients(model), wanted).values()) < EXACT
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_inputs_that_are_overwritten(again: bool) -> None:
+@pytest.mark.parametrize("between", ["nothing", "a call", "a release of memory"])
+def test_inputs_that_are_overwritten(between: str) -> None:
     model, data = make_model("qwen2"), draw(TOKENS, documents=3)
     wanted = gradients_of(model, loss_of(expected(model, data)[0]))
     step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
@@ -284,8 +284,10 @@ def test_inputs_that_are_overwritten(again: bool) -> None:
     found = step.logprobs(*given)
     for tensor in given:
         tensor.zero_()
-    if again:
+    if between == "a call":
         step.evaluate(*draw(61))
+    elif between == "a release of memory":
+        step.release()
     loss_of(found).backward()
     assert max(errors(gradients(model), wanted).values()) < EXACT
 
