@@ -1,15 +1,22 @@
 """Copies beside the computation: the same bits, whatever happens when, and each hazard is real."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.engine.buffers import KVPrefix
 from farspan.engine.step import Step
-from farspan.program.dependencies import EVERY, Hazard, waits
+from farspan.program import buffer_names as names
+from farspan.program.dependencies import EVERY, Hazard, Lane, waits
+from farspan.program.program import Backward, Forward
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.sparse.engine import watched_cell
+from farspan.sparse.engine import SparseCell, watched_cell
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
 from tests.engine.lanes import Deadlock, Manner, Recorder, Replay
@@ -105,16 +112,57 @@ def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.Mo
     assert_any_order(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES[name], LONGER)
 
 
+class Asked(Recorder):
+    """Sees to it that what is fetched follows the choice that says what, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = self.followed = 0  # events: before the latest choice, and waited for
+        self.reads = self.gathers = 0
+
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self.chosen = self.events
+        self.reads += 1
+        return super().read(tensor)
+
+    def wait(self, lane: Lane, event: Any, hazard: Hazard | None = None) -> None:
+        if lane is Lane.FETCH and event is not None:
+            self.followed = max(self.followed, event)
+        super().wait(lane, event, hazard)
+
+    def note(self, target: Tensor, source: Tensor) -> None:
+        assert not self.reads or self.followed > self.chosen
+        super().note(target, source)
+
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        self.gathers += 1
+        super().gather(target, source, rows)
+
+
 @pytest.mark.usefixtures("small_slabs")
-def test_chosen_pages_are_not_fetched_before_they_are_chosen() -> None:
-    """Where all earlier keys are candidates: blocks of near ones would keep some order for them."""
-    model, far = shared_model("qwen2", torch.float32), Sparse(4, 8, recent=0, sinks=0)
+def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slabs when a cell begins that knows its choice; else behind that, which the CPU waits
+    for once. No near keys: their waits would hold for the choice as well."""
+    far = Sparse(4, 8, recent=0, sinks=0)
     schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
-    expected = two_steps(model, Step(model, schedule, poison=True), LONGER)
-    step = Step(model, schedule, poison=True)
-    step.watches = False
-    assert not goes_wrong(step, LONGER, expected)
-    assert goes_wrong(step, LONGER, expected, Hazard.NOT_WRITTEN)
+    step = Step(shared_model("qwen2", torch.float32), schedule)
+    step.watches, step.copies = False, Asked()
+    copies, begin, ahead = step.copies, SparseCell.begin, Counter[int]()
+
+    def counted(self: SparseCell, keys: KVPrefix) -> None:
+        before = copies.gathers
+        begin(self, keys)
+        ahead[copies.gathers - before] += 1
+
+    monkeypatch.setattr(SparseCell, "begin", counted)
+    step(*LONGER)
+    of = step.program(*LONGER.input_ids.shape).instructions
+    attending = [i for i in of if isinstance(i, Forward | Backward) and i.choice is not None]
+    choosing = [i for i in attending if isinstance(i, Forward) and i.chooses]
+    assert copies.reads == len(choosing) > 0
+    k_and_v = 2
+    assert ahead[k_and_v * len(names.PAGES)] == len(attending) - len(choosing) > 0
+    assert set(ahead) == {0, k_and_v * len(names.PAGES)}
 
 
 def test_a_slab_never_leaves_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
