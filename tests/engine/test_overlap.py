@@ -112,6 +112,25 @@ def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.Mo
     assert_any_order(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES[name], LONGER)
 
 
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize(
+    "hazard",
+    part_of(
+        [Hazard.NOT_ARRIVED, Hazard.STILL_READ, Hazard.NOT_WRITTEN, Hazard.STILL_LEAVING],
+        Hazard.NOT_WRITTEN,
+    ),
+)
+def test_without_waits_of_chosen_pages(hazard: Hazard) -> None:
+    """Where all earlier keys are candidates: blocks of near ones would keep some order for them."""
+    model, far = shared_model("qwen2", torch.float32), Sparse(4, 8, recent=0, sinks=0)
+    schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
+    expected = two_steps(model, Step(model, schedule, poison=True), LONGER)
+    step = Step(model, schedule, poison=True)
+    step.watches = False
+    assert not goes_wrong(step, LONGER, expected)
+    assert goes_wrong(step, LONGER, expected, hazard)
+
+
 class Asked(Recorder):
     """Sees to it that what is fetched follows the choice that says what, and counts."""
 
