@@ -10,15 +10,12 @@ from torch import Tensor
 from farspan.attention.backends import (
     BlockKernel,
     accumulate_dtype,
-    add_sinks,
-    merge_,
-    sink_gradient,
 )
-from farspan.attention.chunk import AttentionCall, attend_backward, attend_blocks
+from farspan.attention.chunk import AttentionCall
 from farspan.engine.kernels import select_kernel
 from farspan.program.attention_blocks import Block, Held, document_runs, plan_held_blocks
 from farspan.program.layout import Range, part
-from tests.attention.cases import Case, Inputs, Results
+from tests.attention.cases import Case, Inputs
 
 Deal = Callable[[Range, int, int], Range]  # the part of a chunk that one of so many ranks has
 
@@ -132,62 +129,3 @@ class Spread:
 
 def fastest(case: Case) -> BlockKernel:
     return select_kernel("cpu", case.dtype, case.head_dim, case.value_dim, case.softcap)
-
-
-def run_spread(spread: Spread, inputs: Inputs, kernel: BlockKernel | None = None) -> Results:
-    """Every rank's part of the keys for all queries, merged; then the gradients."""
-    kernel = kernel or fastest(spread.case)
-    ranks = [spread.rows(inputs, rank) for rank in range(spread.ranks)]
-    dtype = accumulate_dtype(spread.case.dtype)
-    out = torch.full_like(inputs.dout, torch.nan)
-    dq = torch.full_like(inputs.q, torch.nan, dtype=dtype)
-    dsinks = None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=dtype)
-    attended = {}
-    for chunk, span in enumerate(spread.chunks):
-        attended[chunk] = _forward(spread, inputs, kernel, ranks, chunk)
-        out[:, :, slice(*span)] = attended[chunk][0]
-    for chunk, span in reversed(list(enumerate(spread.chunks))):
-        dout, q = inputs.dout[:, :, slice(*span)], inputs.q[:, :, slice(*span)]
-        total = torch.zeros_like(q, dtype=dtype)
-        for rank, rows in enumerate(ranks):
-            call = _begin(spread, kernel, rows, chunk, rank)
-            own = rows.own(_length(spread.held(rank)[chunk]))
-            found = attend_backward(call, dout, q, *own, attended[chunk], rows)
-            assert rows.added == rows.asked
-            total += found[0]
-            rows.add_own(*found[1:3])
-        dq[:, :, slice(*span)] = total
-        if dsinks is not None and inputs.sinks is not None:
-            dsinks += sink_gradient(dout, *attended[chunk], inputs.sinks)
-    dk, dv = (torch.full_like(x, torch.nan, dtype=dtype) for x in (inputs.k, inputs.v))
-    for rank, rows in enumerate(ranks):
-        where = positions(spread.held(rank))
-        dk[:, :, where], dv[:, :, where] = (x.permute(1, 2, 0, 3) for x in (rows.dk, rows.dv))
-    results = {"out": out, "q": dq, "k": dk, "v": dv}
-    return results if dsinks is None else results | {"sinks": dsinks}
-
-
-def _forward(
-    spread: Spread, inputs: Inputs, kernel: BlockKernel, ranks: list[Rows], chunk: int
-) -> tuple[Tensor, Tensor]:
-    q = inputs.q[:, :, slice(*spread.chunks[chunk])]
-    dtype = accumulate_dtype(q.dtype)
-    out = torch.zeros_like(inputs.dout[:, :, slice(*spread.chunks[chunk])], dtype=dtype)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype)
-    for rank, rows in enumerate(ranks):
-        call = _begin(spread, kernel, rows, chunk, rank)
-        k, v = rows.own(_length(spread.held(rank)[chunk]))
-        merge_(out, lse, *attend_blocks(call, q, k, v, rows))
-    if inputs.sinks is not None:
-        out, lse = add_sinks(out, lse, inputs.sinks)
-    return out.to(q.dtype), lse
-
-
-def _begin(spread: Spread, kernel: BlockKernel, rows: Rows, chunk: int, rank: int) -> AttentionCall:
-    call = spread.call(spread.chunks[chunk], chunk, rank, kernel)
-    rows.begin(call.own_start)
-    return call
-
-
-def _length(span: Range) -> int:
-    return span[1] - span[0]

@@ -16,6 +16,7 @@ from farspan.attention.backends import CudaFlash
 from farspan.engine.kernels import (
     NAME,
     PACKAGES,
+    AttentionKernels,
     Flash4,
     flash_4_fault,
     flash_attention_3,
@@ -70,7 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_a_step_runs_on_it_and_leaves_nothing(calls: list[str]) -> None:
-    with flash_attention_3():
+    with AttentionKernels(CPU, torch.float64, FA3).ready():
         assert attention.current_flash_attention_impl() == NAME
         compare(CASE, CudaFlash())
         with flash_attention_3():

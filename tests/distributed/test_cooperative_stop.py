@@ -68,14 +68,6 @@ def test_all_stop_at_one_place(seed: int, meet: int) -> None:
     assert number == TERM
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_of_several_numbers_all_have_the_largest_or_the_first(seed: int) -> None:
-    stopped = Crew(3, seed, 3).run({0: (4, 2), 2: (4, TERM)})
-    ((_, number),) = set(stopped.values())
-    assert len(stopped) == 3
-    assert number in (2, TERM)
-
-
 def test_nobody_stops_or_waits_unasked() -> None:
     assert Crew(3, 0, 5).run({}) == {}
 

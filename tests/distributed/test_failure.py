@@ -102,8 +102,6 @@ def happen(fault: str) -> None:
         raise ValueError("no such thing\nand a second line")
     if fault == "refused":
         raise UnsupportedError("memory: ran out with\n  (1) this\n  (2) and that")
-    if fault == "out of memory":
-        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.startswith("stopped"):
@@ -147,9 +145,6 @@ def others(ended: list[Ended], culprit: int) -> list[Ended]:
         (of_run("raises", 1), 1, "rank 1: ValueError: no such thing"),
         exhaustive(
             of_run("refused", 1), 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"
-        ),
-        exhaustive(
-            of_run("out of memory", 0), 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"
         ),
         (of_run("killed", 2), 2, "rank 2: exited without reporting an error (killed?)"),
         exhaustive(of_run("leaves", 1), 1, "rank 1: exited without reporting an error (killed?)"),
@@ -283,32 +278,12 @@ def of_late(late: int, within: bool) -> Case:
     [
         exhaustive(of_late(0, True), "rank 0: loading the model"),
         (of_late(0, False), "rank 0: reading the data"),
-        exhaustive(of_late(1, False), "rank 1: reading the data"),
     ],
 )
 def test_all_blame_the_rank_that_is_late(ended: list[Ended], words: str) -> None:
     """Itself too, when it comes after all; and not the one whom they were to hear."""
     for end in ended:
         assert end.said == f"RankFailed: {words} takes {faults._TOO_LONG}", end
-
-
-def wait_within() -> str:
-    faults.HEARTBEAT_TIMEOUT = 3.0
-    place = launch_env()
-    assert place is not None
-    with process_group(place, CPU, LIMIT):
-        run_on_rank0(lambda: None)
-        if place.rank:
-            time.sleep(LIMIT + 1.5)
-        dist.all_reduce(torch.ones(1))  # no meeting: as within a step
-    return "went on"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [Case(2, wait_within)])
-def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(ended: list[Ended]) -> None:
-    for end in ended:
-        assert end.said == f"RankFailed: rank 0: waited for another rank {faults._TOO_LONG}"
 
 
 @pytest.mark.parametrize("case", [of_run("killed", 0)])
@@ -390,12 +365,6 @@ def of_join(moment: str, culprit: int) -> Case:
             of_join("group", 0),
             0,
             "rank 1: rank 0, which .*, has not answered for 5 s while .* its process is",
-        ),
-        exhaustive(
-            of_join("detector", 0), 0, "rank 1: rank 0, which .*, has not answered for 5 s while"
-        ),
-        exhaustive(
-            of_join("store", 1), 1, "rank 0: .*waiting for clients.*another rank has not started"
         ),
         exhaustive(
             of_join("group", 1), 1, "rank 0: .*another rank has not started, has ended or is frozen"

@@ -95,13 +95,6 @@ def test_cut_as_fully_shard_cuts_and_gathered_by_the_same_bits(
     run_ranks(ranks, cut_and_gather, dtype)
 
 
-def test_bytes_are_the_units_where_ranks_divide_rows() -> None:
-    assert gather_bytes([((8, 3), 2), ((4,), 4)], 4) == (8 * 3 * 2 + 4 * 4) * 3 // 4
-    assert reduce_bytes([(8, 3), (4,)], 4, 4) == (24 + 4) * 4 * 3 // 4 + 4 * 3
-    assert gather_bytes([((5, 3), 2)], 4) == 3 * 2 * 3 * 2  # two rows each, the last has none
-    assert gather_bytes([((5, 3), 2)], 1) == reduce_bytes([(5, 3)], 4, 1) == 0
-
-
 # -- reduced ------------------------------------------------------------------------------------
 
 

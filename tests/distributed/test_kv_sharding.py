@@ -1,4 +1,4 @@
-"""Keys that stay where they are: queries of every shard meet the keys of all."""
+"""Keys that stay where they are, and keys that travel round: all queries meet all keys."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from tests.attention.cases import Case
 from tests.attention.held import Spread, fastest
 from tests.distributed.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads
 from tests.grids import part_of
-from tests.oracles.sent_bytes import shards_backward, shards_forward
+from tests.oracles.sent_bytes import ring_backward, ring_forward, shards_backward, shards_forward
 from tests.ranks import run_ranks
 
 
@@ -58,13 +58,6 @@ def test_equals_attention_of_one_rank(ranks: int) -> None:
         assert len(set(each[0].sent[:3])) == 1
 
 
-def test_bytes_in_numbers() -> None:
-    """Two shards of a chunk of 5, a token having 10 bytes of q and 7 of partial results."""
-    assert shards_forward([3, 2], 0, 10, 7) == 30 + 14
-    assert shards_forward([3, 2], 1, 10, 7) == 30 + 21
-    assert shards_backward([3, 2, 1], 1, 40, 20) == 2 * 3 * 40 + 4 * 20
-
-
 def way_of_both(
     shards: Communicator, ring: Communicator, spread: Spread, chunk: int, rank: int
 ) -> Way:
@@ -102,3 +95,39 @@ def test_shards_of_the_members_of_a_ring() -> None:
     done = run_ranks(4, attend_both, cases)
     for spread, found in zip(cases, zip(*done, strict=True), strict=True):
         compare(spread, found)
+
+
+# -- keys that travel round ------------------------------------------------------------------------
+
+
+def way_round(peers: Communicator, spread: Spread, chunk: int, rank: int) -> Way:
+    case, own = spread.case, spread.held(rank)[chunk]
+    start, stop = spread.chunks[chunk]
+    held = [Held(spread.held(r)) for r in range(spread.ranks)]
+    rows = [(each.row(start), each.row(stop) - each.row(start)) for each in held]
+    sizes = Sizes(case)
+    row, gradient = (
+        sizes.of(case.kv_heads, case.head_dim + case.value_dim, wide=w) for w in (False, True)
+    )
+    totals = [sum(pair) for pair in rows]
+    sent = ring_forward(totals, rank, row), ring_backward(totals, rank, row, gradient)
+    call = spread.call(own, chunk, rank, fastest(case))
+    return Way(Ring(peers, rows, partial(spread.blocks, own, chunk)), call, sent)
+
+
+def attend_round(cases: list[Spread]) -> list[Done]:
+    peers = everyone()
+    return [attend_everywhere(partial(way_round, peers), [peers], spread) for spread in cases]
+
+
+@pytest.mark.parametrize("ranks", part_of([2, 3, 4], 3))
+def test_a_ring_equals_attention_of_one_rank(ranks: int) -> None:
+    cases = spreads(ranks)
+    done = run_ranks(ranks, attend_round, cases)
+    for spread, found in zip(cases, zip(*done, strict=True), strict=True):
+        compare(spread, found)
+    # Chunks of 10 tokens: what is sent grows by as much in each.
+    for each in done:
+        forward, backward = zip(*[sent for sent in each[0].sent[:3] if sent], strict=True)
+        assert forward[1] - forward[0] == forward[2] - forward[1] > 0
+        assert backward[1] - backward[0] == backward[2] - backward[1] > 0

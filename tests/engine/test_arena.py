@@ -1,7 +1,6 @@
 """Views of an arena: where they are, what they share and what they do not."""
 
 import mmap
-import warnings
 from pathlib import Path
 
 import pytest
@@ -59,16 +58,6 @@ def test_writing_one_view_leaves_the_others_unmodified_to_autograd() -> None:
     assert torch.equal(gradient, torch.full((4,), 3.0, dtype=torch.float64))
 
 
-def test_writing_a_saved_view_itself_is_noticed() -> None:
-    slab = arena(256)
-    saved = slab.view(0, (4,), torch.float64).fill_(3)
-    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    product = (weight * saved).sum()
-    saved.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(product, [weight])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_poison_is_nan(dtype: torch.dtype) -> None:
     slab = arena(512)
@@ -98,13 +87,6 @@ def test_reserve_keeps_a_slab_that_is_large_enough() -> None:
     assert slab.nbytes == 256
     slab.release()
     assert slab.nbytes == 0
-
-
-def test_tiers_are_separate_memory() -> None:
-    one, other = arena(64, Tier.DEVICE), arena(64, Tier.HOST)
-    one.view(0, (8,), torch.float64).fill_(1)
-    other.view(0, (8,), torch.float64).fill_(2)
-    assert torch.equal(one.view(0, (8,), torch.float64), torch.ones(8, dtype=torch.float64))
 
 
 class Locks:
@@ -253,22 +235,6 @@ def test_what_cannot_be_locked_at_all_is_pageable(
     assert bool((made.view(64, (8,), torch.float32) == 3).all())
     made.release()
     assert (made.nbytes, made.is_pageable, refusal.given_back) == (0, False, 0)
-
-
-def test_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    Refusal(monkeypatch, 0, own=False)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        for size in (100, 5000, 9000):
-            Arena(Tier.HOST, torch.device("cuda:1")).reserve(size)
-    assert len(said) == 1
-
-
-def test_what_no_gpu_copies_is_never_called_pageable() -> None:
-    for tier in Tier:
-        made = Arena(tier, torch.device("cpu"))
-        made.reserve(64)
-        assert not made.is_pageable
 
 
 @pytest.mark.gpu

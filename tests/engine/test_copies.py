@@ -15,17 +15,6 @@ from farspan.program.dependencies import Lane, Order, Wait
 CUDA = torch.device("cuda", 0)
 
 
-def test_copies_are_counted_by_direction() -> None:
-    copies = CopyEngine(torch.device("cpu"))
-    host, device = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
-    copies.fetch(device, host)
-    assert torch.equal(device, host)
-    device.mul_(2)
-    copies.evict(host[:1], device[:1])
-    assert host.tolist() == [[0.0, 2.0, 4.0], [3.0, 4.0, 5.0]]
-    assert (copies.fetched, copies.evicted) == (24, 12)
-
-
 class Selected(TorchDispatchMode):
     """Bytes of an element of what is gathered by rows."""
 
@@ -195,11 +184,6 @@ def test_what_cuda_is_told(cuda: FakeCuda) -> None:
         "2 records 6",
         "0 waits 6",
     ]
-
-
-def test_in_line_there_is_one_stream(cuda: FakeCuda) -> None:
-    step(cuda, CopyEngine(CUDA))
-    assert cuda.said == ["0 copies", "0 computes", "0 copies", "0 copies"]
 
 
 class Blocking(TorchDispatchMode):

@@ -68,7 +68,7 @@ def sum_of_documents(model: nn.Module, data: Data) -> Outcome:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    crossed(["qwen2", "mistral", "gemma3_text", "gpt_oss", "gpt2"], SCHEDULES),
+    crossed(["gemma3_text", "gpt_oss", "gpt2"], SCHEDULES),
 )
 @pytest.mark.usefixtures("float64_throughout")
 def test_documents_give_what_they_give_alone(name: str, kind: str) -> None:
@@ -100,15 +100,6 @@ def test_one_document_is_no_document() -> None:
     marked = Data(data.input_ids, data.labels, torch.full_like(data.input_ids, 7))
     schedule = SCHEDULES["device"]
     assert_same_bits(run_step(model, schedule, marked), run_step(model, schedule, data))
-
-
-def test_numbers_of_documents_do_not_matter() -> None:
-    """Only where a new one begins does."""
-    model, data = shared_model("qwen2"), pack(LENGTHS)
-    assert data.document_ids is not None
-    others = Data(data.input_ids, data.labels, data.document_ids.to(torch.int32) * 1000 - 5)
-    schedule = SCHEDULES["device"]
-    assert_same_bits(run_step(model, schedule, others), run_step(model, schedule, data))
 
 
 def test_documents_of_one_token_train_nothing() -> None:

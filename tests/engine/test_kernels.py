@@ -149,14 +149,6 @@ class Watched:
         return self.inner.backward(*given)
 
 
-@pytest.mark.parametrize("choice", [c for c in AttentionKernel if c is not AttentionKernel.AUTO])
-def test_a_step_without_a_gpu_refuses_named_kernels(choice: AttentionKernel) -> None:
-    with pytest.raises(
-        UnsupportedError, match=f"attention: {choice.value} needs a CUDA GPU.*choose auto"
-    ):
-        Step(shared_model("qwen2"), Schedule(chunk=16), kernels=Kernels(choice))
-
-
 @pytest.mark.parametrize(
     ("name", "of"), crossed(["qwen2", "stablelm", "gpt_oss"], ["grouped", "memo", "fpdt"])
 )
@@ -223,42 +215,6 @@ def test_kernels_are_checked() -> None:
         Kernels(deterministic=1)  # type: ignore[arg-type]
 
 
-def test_flash_attention_3_is_on_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only then; nothing else turns it on."""
-    seen: list[bool] = []
-    on = False
-
-    class Watched:
-        def __enter__(self) -> None:
-            nonlocal on
-            on = True
-
-        def __exit__(self, *_: object) -> None:
-            nonlocal on
-            on = False
-
-    monkeypatch.setattr("farspan.engine.kernels.flash_attention_3", Watched)
-    model, data = shared_model("qwen2"), draw(20)
-    step = Step(model, Schedule(chunk=16), progress=lambda _: seen.append(on))
-    run_step(model, step, data)
-    assert not any(seen)
-    seen.clear()
-    third = ThirdOnCpu(step.stages.device, step.stages.dtype, AttentionKernel.FA3)
-    step.prepared_model = replace(step.prepared_model, kernels=third, settings=third.ready)
-    run_step(model, step, data)
-    assert seen
-    assert all(seen)
-    assert not on
-
-
-class ThirdOnCpu(AttentionKernels):
-    """Names flash attention 3, and computes with what is there."""
-
-    def of(self, spec: LayerSpec, program: object = None) -> object:  # type: ignore[override]
-        del program
-        return AttentionKernels(self.device, self.dtype).of(spec)
-
-
 # -- the same bits -----------------------------------------------------------------------------
 
 
@@ -284,18 +240,6 @@ def test_deterministic_steps_are_steps(name: str) -> None:
     assert all(seen)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-
-
-def test_the_switch_of_torch_stays_as_somebody_set_it() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with deterministic_algorithms(True):
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-        with deterministic_algorithms(False):
-            assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_deterministic_leaves_cudnn_out(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.engine.buffers import KVPrefix, ProgramBuffers
+from farspan.engine.buffers import KVPrefix
 from farspan.engine.step import Step
-from farspan.engine.tiers import Arena, CopyEngine, StreamOrder
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import EVERY, Hazard, Lane, waits
-from farspan.program.program import Allocate, Backward, Evict, Fetch, Forward
+from farspan.program.program import Backward, Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.engine import SparseCell, watched_cell
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
@@ -71,18 +70,22 @@ def recorded(step: Step, data: Data, dropped: Hazard | None = None) -> Recorder:
     return recorder
 
 
+def assert_any_order(model: PreTrainedModel, schedule: Schedule, data: Data) -> None:
+    """Two steps give the same bits in every manner of copying."""
+    expected = two_steps(model, Step(model, schedule, poison=True), data)
+    step = Step(model, schedule, poison=True)
+    told = recorded(step, data).told
+    for manner, seed in MANNERS:
+        step.copies = Replay(told, manner, seed)
+        assert_same_bits(two_steps(model, step, data), expected)
+
+
 OFTEN = ("grouped", "streamed, alpha", "kv home of three")
 
 
 @pytest.mark.parametrize("name", part_of(SCHEDULES, *OFTEN))
 def test_the_same_bits_in_any_order(name: str) -> None:
-    model = shared_model("qwen2", torch.float32)
-    expected = two_steps(model, Step(model, SCHEDULES[name], poison=True), DATA)
-    step = Step(model, SCHEDULES[name], poison=True)
-    told = recorded(step, DATA).told
-    for manner, seed in MANNERS:
-        step.copies = Replay(told, manner, seed)
-        assert_same_bits(two_steps(model, step, DATA), expected)
+    assert_any_order(shared_model("qwen2", torch.float32), SCHEDULES[name], DATA)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +94,7 @@ def test_the_same_bits_in_any_order(name: str) -> None:
 )
 def test_states_come_and_go_in_any_order(name: str) -> None:
     """A state from host comes in two blocks, and its gradient goes back in two."""
-    model = shared_model("lfm2", torch.float32)
-    expected = two_steps(model, Step(model, SCHEDULES[name], poison=True), DATA)
-    step = Step(model, SCHEDULES[name], poison=True)
-    told = recorded(step, DATA).told
-    for manner, seed in MANNERS:
-        step.copies = Replay(told, manner, seed)
-        assert_same_bits(two_steps(model, step, DATA), expected)
+    assert_any_order(shared_model("lfm2", torch.float32), SCHEDULES[name], DATA)
 
 
 @pytest.fixture
@@ -112,14 +109,7 @@ def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.Mo
     """One cell is watched, which reads all keys before it: the same in every step, so that all are
     told the same."""
     monkeypatch.setattr("farspan.sparse.engine.watched_cell", lambda i, _: watched_cell(i, 0))
-    model = shared_model("qwen2", torch.float32)
-    schedule = SPARSE_SCHEDULES[name]
-    expected = two_steps(model, Step(model, schedule, poison=True), LONGER)
-    step = Step(model, schedule, poison=True)
-    told = recorded(step, LONGER).told
-    for manner, seed in MANNERS:
-        step.copies = Replay(told, manner, seed)
-        assert_same_bits(two_steps(model, step, LONGER), expected)
+    assert_any_order(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES[name], LONGER)
 
 
 @pytest.mark.usefixtures("small_slabs")
@@ -202,30 +192,6 @@ def test_a_slab_never_leaves_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         step(*LONGER)
 
 
-def test_windows_and_sinks() -> None:
-    """Cells whose window ends before their chunk begins ask for no block."""
-    model, data = shared_model("gpt_oss", torch.float32), draw(53, batch=2)
-    expected = two_steps(model, Step(model, SCHEDULES["streamed"], poison=True), data)
-    step = Step(model, SCHEDULES["streamed"], poison=True)
-    told = recorded(step, data).told
-    for manner, seed in MANNERS:
-        step.copies = Replay(told, manner, seed)
-        assert_same_bits(two_steps(model, step, data), expected)
-
-
-def test_a_single_chunk_on_host() -> None:
-    model, data = shared_model("qwen2", torch.float32), draw(9)
-    schedule = replace(
-        BASE, kv=Tier.HOST, attention_save_fraction=1.0, activation_save_fraction=1.0
-    )
-    expected = two_steps(model, Step(model, schedule, poison=True), data)
-    step = Step(model, schedule, poison=True)
-    told = recorded(step, data).told
-    for manner, seed in MANNERS:
-        step.copies = Replay(told, manner, seed)
-        assert_same_bits(two_steps(model, step, data), expected)
-
-
 # -- each hazard happens where its waits are left out ----------------------------------------------
 
 
@@ -279,58 +245,6 @@ def test_without_waits_of_streamed_blocks(hazard: Hazard) -> None:
     expected = two_steps(model, Step(model, SCHEDULES["fpdt"]), data)
     step = Step(model, SCHEDULES["fpdt"], poison=True)
     assert goes_wrong(step, data, expected, hazard)
-
-
-@pytest.mark.parametrize(
-    "hazard", part_of([Hazard.NOT_ARRIVED, Hazard.NOT_WRITTEN], Hazard.NOT_WRITTEN)
-)
-def test_without_waits_of_states(hazard: Hazard) -> None:
-    model, schedule = shared_model("lfm2", torch.float32), SCHEDULES["streamed"]
-    expected = two_steps(model, Step(model, schedule), LONGER)
-    step = Step(model, schedule, poison=True)
-    assert not goes_wrong(step, LONGER, expected)
-    assert goes_wrong(step, LONGER, expected, hazard)
-
-
-def bare(hazards: frozenset[Hazard], manner: Manner) -> Tensor:
-    """What a slot holds when a chunk was fetched and then another evicted to where it lay. In a
-    step the computation is in between, so that this hazard needs a program of copies alone."""
-    model = shared_model("qwen2", torch.float32)
-    whole = Step(model, SCHEDULES["offload"]).program(1, 53)
-    copying: tuple[Fetch | Evict, ...] = (
-        Fetch("x.1", "x.in.0", 0),
-        Evict("x.out.0", "x.1", 0),
-    )
-    opened = (Allocate(name) for name in ("x.1", "x.in.0", "x.out.0"))
-    program = replace(whole, instructions=(*opened, *copying))
-    orders = waits(program, hazards)
-    if Hazard.STILL_FETCHED in hazards:
-        check_order(program, orders)
-    else:
-        with pytest.raises(ProgramError, match="races"):
-            check_order(program, orders)
-    arenas = {tier: Arena(tier, torch.device("cpu")) for tier in Tier}
-    for tier, arena in arenas.items():
-        arena.reserve(program.arena_bytes[tier])
-    recorder = Recorder()
-    for replays in (False, True):
-        copies: CopyEngine = Replay(recorder.told, manner) if replays else recorder
-        storage = ProgramBuffers(program, arenas, torch.float32, copies)
-        for name, value in (("x.1", 1.0), ("x.in.0", 2.0), ("x.out.0", 3.0)):
-            storage.chunk(name, 0, 0)["x"].fill_(value)
-        followed = StreamOrder(copies, orders)
-        copies.begin()
-        for index, copy in enumerate(copying, start=3):
-            followed.before(index)
-            storage.copy_chunk(copy.source, copy.target, copy.chunk)
-            followed.after(index)
-        copies.end()
-    return storage.chunk("x.in.0", 0, 0)["x"]
-
-
-def test_without_waits_for_host_bytes_still_fetched() -> None:
-    assert all(bool((bare(EVERY, manner) == 1.0).all()) for manner in Manner)
-    assert not (bare(EVERY - {Hazard.STILL_FETCHED}, Manner.TORN) == 1.0).any()
 
 
 # -- the switch ------------------------------------------------------------------------------------

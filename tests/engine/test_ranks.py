@@ -265,14 +265,12 @@ def words(value: object) -> str:
     ("layout", "cases"),
     [
         (Layout(ulysses=2), [FEW[0], of_family("gpt_oss"), *ROUTERS]),
-        exhaustive(Layout(ulysses=2), FEW[2:]),
         exhaustive(Layout(ulysses=2), ON_TWO),
         exhaustive(Layout(ulysses=4), FEW),
         exhaustive(Layout(ulysses=2, data=2), FEW),
-        (Layout(pipeline=2), FEW[1:]),
+        (Layout(pipeline=2), [FEW[1], STATES[0], ROUTERS[0]]),
         exhaustive(Layout(pipeline=2), SOME),
         exhaustive(Layout(pipeline=4), FEW[:2]),
-        (Layout(pipeline=2), [*STATES[:1], ROUTERS[0]]),
         exhaustive(Layout(pipeline=2), STATES[1:]),
         (Layout(data=2), [*STATES[:1], LONG_ROPE]),
         exhaustive(Layout(pipeline=2, ulysses=2), [*FEW[1:], *ROUTERS]),
@@ -298,18 +296,15 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
 @pytest.mark.parametrize(
     ("layout", "cases", "dealing"),
     [
-        (Layout(), FEW[:1], {}),
         (Layout(ulysses=2), [FEW[2], SPREAD[0]], {}),
         exhaustive(Layout(ulysses=2), [*CASES[:5], *ROUTERS], {}),
         (Layout(data=2), FEW[:2], {"stage": Stage.ZERO_2, "offload": True}),
-        exhaustive(Layout(ulysses=2, shards=2), FEW[:2], {}),
-        (Layout(pipeline=2, ulysses=2), FEW[:1], {}),
+        exhaustive(Layout(pipeline=2, ulysses=2), FEW[:1], {}),
         exhaustive(Layout(pipeline=2, data=2), [*FEW[:2], LONG_ROPE], {}),
         exhaustive(Layout(data=2), STATES, {"stage": Stage.ZERO_2, "offload": True}),
         exhaustive(Layout(pipeline=2, data=2), STATES[:2], {}),
         exhaustive(Layout(pipeline=4), FEW[:2], {}),
         (Layout(tensor=2), [FEW_FLAT[1], TENSOR[0]], {}),
-        exhaustive(Layout(tensor=2), FEW_FLAT[:1], {}),
         exhaustive(Layout(tensor=2), [*FLAT, *TENSOR], {}),
         exhaustive(Layout(tensor=2, ulysses=2), FEW_FLAT, {}),
         exhaustive(Layout(tensor=2, data=2, fsdp=False), FEW_FLAT[:2], {}),
@@ -328,18 +323,8 @@ def outcomes_with_sums(layout: Layout, cases: list[Case], dealing: Dealing | Non
         return outcomes_of(layout, cases, dealing)
 
 
-@pytest.mark.parametrize(
-    ("layout", "dealing"),
-    [
-        exhaustive(Layout(ulysses=2), None),
-        (Layout(ulysses=2), {}),
-        exhaustive(Layout(pipeline=2), {}),
-        exhaustive(Layout(data=2), {"stage": Stage.ZERO_2, "offload": True}),
-    ],
-    ids=words,
-)
-def test_products_that_add_to_sums_are_exact(layout: Layout, dealing: Dealing | None) -> None:
-    wrong = run_ranks(layout.devices(), outcomes_with_sums, layout, FEW[1:2], dealing)
+def test_products_that_add_to_sums_are_exact() -> None:
+    wrong = run_ranks(2, outcomes_with_sums, Layout(ulysses=2), FEW[1:2], {})
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
 
 
@@ -371,17 +356,12 @@ def refused_on_ranks() -> list[str]:
             found.append(str(error).split("\n")[0])
 
     model, number = make_model("qwen2"), dist.get_rank()
-    pages = Schedule(chunk=8, sparse=Sparse(page=4, budget=8, recent=4, sinks=4))
-    layouts = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
-    heads, shards, ring, tensor = (ParallelContext(layout, CPU) for layout in layouts)
+    layouts = Layout(ulysses=2), Layout(shards=2), Layout(ring=2)
+    heads, shards, ring = (ParallelContext(layout, CPU) for layout in layouts)
     refuse(lambda: ParallelContext(Layout(ulysses=3), CPU))
-    refuse(lambda: Step(model, pages, ranks=shards))
     refuse(lambda: Step(model, Schedule(kv=Tier.HOST), ranks=ring))
-    refuse(lambda: Step(model, Schedule(activation_save_fraction=0.5), ranks=tensor))
-    refuse(lambda: Step(model, Schedule(mlp_chunk_size=8), ranks=tensor))
     refuse(lambda: Step(model, Schedule(chunk=8 + number), ranks=shards))
     refuse(lambda: Step(make_model("qwen2", num_key_value_heads=1), Schedule(), ranks=heads))
-    refuse(lambda: Step(make_model("lfm2"), Schedule(), ranks=heads))
     refuse(lambda: Step(make_model("lfm2"), Schedule(), ranks=shards))
     step = Step(model, Schedule(chunk=8), ranks=shards)
     data = draw(20, seed=number)
@@ -404,19 +384,10 @@ def test_what_ranks_refuse() -> None:
     first, second = run_ranks(2, refused_on_ranks)
     assert first == second
     words = [line.partition(":")[0] for line in first]
+    weight = "model.layers.0.self_attn.q_proj.weight"
     assert words == [
-        *(
-            "layout",
-            "sparse",
-            "kv",
-            "activation_save_fraction",
-            "mlp_chunk_size",
-            "schedule",
-            "ulysses",
-        ),
-        *("parallel", "parallel"),
-        *("input_ids", "trained_tokens", "model.layers.0.self_attn.q_proj.weight"),
-        *("model.layers.0.self_attn.q_proj.weight", "input_ids"),
+        *("layout", "kv", "schedule", "ulysses", "parallel"),
+        *("input_ids", "trained_tokens", weight, weight, "input_ids"),
     ]
     assert first[0] == (
         "layout: 3 devices, but 2 ranks were started; start 3, or make the product of "

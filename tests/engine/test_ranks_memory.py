@@ -94,9 +94,9 @@ def test_ranks_hold_no_more_than_is_planned(layout: Layout, within: float) -> No
             assert 0.98 * own <= weights <= own, (schedule, own, weights)
 
 
-@pytest.mark.parametrize("stages", part_of([2, 4], 4))
+@pytest.mark.parametrize("stages", part_of([2, 4], 2))
 def test_the_fullest_stage_holds_what_is_planned(stages: int) -> None:
-    """0.98 to 1.00 of what was seen, of stages between the ends too."""
+    """0.98 to 1.00 of what was seen, of four, also between the ends."""
     schedules = [
         Schedule(chunk=TOKENS // 4, groups=1),
         Schedule(chunk=TOKENS // 4, groups=1, layer_checkpoint=True),
@@ -139,14 +139,8 @@ def held_by(layout: Layout, schedule: Schedule) -> Held:
 @pytest.mark.parametrize(
     "layout",
     part_of(
-        [
-            Layout(ulysses=2, fsdp=False),
-            Layout(data=2, fsdp=False),
-            Layout(ulysses=2),
-            Layout(ulysses=2, data=2),
-            Layout(pipeline=2, fsdp=False),
-        ],
-        *(Layout(ulysses=2, fsdp=False), Layout(ulysses=2)),
+        [Layout(ulysses=2), Layout(data=2, fsdp=False), Layout(pipeline=2, fsdp=False)],
+        Layout(ulysses=2),
     ),
     ids=str,
 )

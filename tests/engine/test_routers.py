@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import trained_token_count
@@ -13,7 +13,6 @@ from farspan.engine.step import Step
 from farspan.hf.probe import Float64Mode
 from farspan.hf.routers import routers_of
 from farspan.program.layout import Layout
-from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import (
     Data,
@@ -21,7 +20,6 @@ from tests.engine.checks import (
     assert_close,
     assert_same_bits,
     draw,
-    errors,
     gradients,
     run_oracle,
     run_step,
@@ -71,16 +69,6 @@ def test_families_as_transformers_trains_them(name: str) -> None:
         assert_close(found, expected)
         assert relative_error(step.evaluate(*DATA), expected.loss) <= EXACT
         assert_close(found, run_oracle(model, DATA))
-
-
-@pytest.mark.parametrize("name", [*STRATEGIES])
-def test_strategies(name: str) -> None:
-    """With a second step, on a longer batch of documents."""
-    with Float64Mode():
-        model = routed_model()
-        step = Step(model, strategy(name, 4, 23), poison=True)
-        for data in (DATA, draw(29, documents=4)):
-            assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
 HARD = {
@@ -210,14 +198,6 @@ def test_a_loss_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, other)
     with pytest.raises(UnsupportedError, match="has a router loss of its own form"):
         Step(routed_model(), SCHEDULE)
-
-
-def test_a_dense_model_has_none() -> None:
-    model: nn.Module = make_model("llama", output_router_logits=True)
-    step = Step(model, SCHEDULE)
-    assert step.prepared_model.routers is None
-    every = errors(run_step(model, step, DATA).gradients, run_oracle(model, DATA).gradients)
-    assert max(every.values()) <= EXACT
 
 
 def replica_of(ranks: ParallelContext) -> tuple[Outcome, Tensor]:

@@ -6,6 +6,7 @@ CPU's random numbers, which is on host on any machine.
 """
 
 import gc
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,11 +17,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from farspan.ask import Request, measuring
 from farspan.engine.trace import (
-    ALL_TEMPORARIES,
     CUBLAS_WORKSPACE,
     NO_TEMPORARIES,
-    Recorder,
     Temporaries,
     Temporary,
     add_adapters,
@@ -29,10 +29,21 @@ from farspan.engine.trace import (
     result_of,
     shortened,
 )
-from farspan.engine.trace_steps import Checkpointing, Recording, adamw, run_training, trace_training
-from farspan.spec import UnsupportedError
-from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace, from_events
-from tests.grids import exhaustive
+from farspan.engine.trace_steps import (
+    Checkpointing,
+    Recording,
+    TraceRequest,
+    adamw,
+    own_strategy,
+    run_training,
+    trace_cells,
+    trace_training,
+)
+from farspan.planner.evaluate import Sized, size
+from farspan.program.strategies import STRATEGIES, strategy
+from farspan.spec import Kernels, UnsupportedError
+from farspan_memory.trace import FreeEvent, Malloc, Trace, from_events
+from tests.grids import exhaustive, part_of
 
 # torch 2.11 says it of every profile.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
@@ -150,13 +161,11 @@ def traced_sizes(trace: Trace) -> list[int]:
 @pytest.mark.parametrize(
     ("config", "kept", "rank", "contexts"),
     [
-        exhaustive(LLAMA, Checkpointing.PLAIN, 0, (128,)),
         (LLAMA, Checkpointing.PLAIN, 4, (128, 96)),
         exhaustive(LLAMA, Checkpointing.RECOMPUTE, 0, (128, 96)),
         (QWEN, Checkpointing.RECOMPUTE, 4, (128,)),
-        exhaustive(QWEN, Checkpointing.PLAIN, 0, (96,)),
         (GPT2, Checkpointing.RECOMPUTE, 0, (128, 96)),
-        (NEOX, Checkpointing.PLAIN, 0, (128,)),
+        exhaustive(NEOX, Checkpointing.PLAIN, 0, (128,)),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else str(value),
 )
@@ -181,10 +190,6 @@ def llama(
     return from_events(found.events, found.name)
 
 
-def test_additions_out_of_place_would_be_events_that_are_not() -> None:
-    assert len(llama(in_place=False).events) > len(llama().events)
-
-
 def test_what_is_left_is_weights_and_moments() -> None:
     """No cycle of references keeps a tensor; states are born with the first step."""
     for kept in Checkpointing:
@@ -202,66 +207,6 @@ def test_what_is_left_is_weights_and_moments() -> None:
         assert 3 * weights <= trace.live_peak() - without.live_peak() + 2 * weights
 
 
-def steps(trace: Trace) -> list[list[int | str]]:
-    """Sizes and marks of each step."""
-    found: list[list[int | str]] = []
-    sizes: dict[int, int] = {}
-    for event in trace.events:
-        if isinstance(event, Mark) and event.name.startswith("step"):
-            found.append([])
-        elif isinstance(event, Malloc):
-            sizes[event.tensor] = event.size
-        if found and not (isinstance(event, Mark) and event.name.startswith("step")):
-            match event:
-                case Malloc(_, size):
-                    found[-1].append(size)
-                case FreeEvent(tensor):
-                    found[-1].append(-sizes[tensor])
-                case Mark(name):
-                    found[-1].append(name)
-    return found
-
-
-def test_from_the_second_step_on_all_steps_are_alike() -> None:
-    first, second, third, other = steps(llama((64, 64, 64, 96)))
-    assert second == third
-    assert first != second  # moments are born in the first
-    assert [x for x in second if isinstance(x, str)] == [x for x in other if isinstance(x, str)]
-    assert second != other
-
-
-def test_two_traces_are_the_same() -> None:
-    assert llama.__wrapped__() == llama()
-
-
-@pytest.mark.parametrize("kept", Checkpointing)
-def test_marks_follow_the_layers(kept: Checkpointing) -> None:
-    names = [event.name for event in llama((64,), kept).events if isinstance(event, Mark)]
-    assert names == [
-        "step 0",
-        "layer 0 forward",
-        "layer 1 forward",
-        "head",
-        "layer 1 backward",
-        "layer 0 backward",
-        "embedding backward",
-        "optimizer",
-    ]
-
-
-def test_less_is_kept_from_strategy_to_strategy() -> None:
-    peaks = [llama((1 << 16,), kept).live_peak() for kept in Checkpointing]
-    assert peaks == sorted(peaks, reverse=True)
-    # What offloading saves is the input of every layer, once the forward holds it no more.
-    later = [_alive_at(llama((1 << 16,), kept), "layer 1 backward") for kept in Checkpointing]
-    assert later[1] - later[2] == 2 * 2**16 * 64 * 2
-
-
-def _alive_at(trace: Trace, mark: str) -> int:
-    place = trace.events.index(Mark(mark))
-    return sum(r.size for r in trace.requests() if r.born < place < r.dies)
-
-
 # -- what no tensor shows ----------------------------------------------------------------------
 
 
@@ -272,11 +217,11 @@ def extra(*kinds: Temporary, tokens: int = 4096) -> list[int]:
         for t in (NO_TEMPORARIES, Temporaries(frozenset(kinds)))
     )
     added = []
-    for size in more:
-        if bare and size == bare[0]:
+    for taken in more:
+        if bare and taken == bare[0]:
             del bare[0]
         else:
-            added.append(size)
+            added.append(taken)
     assert not bare
     return added
 
@@ -290,59 +235,7 @@ def test_each_temporary_is_what_its_kernel_takes() -> None:
     assert extra(Temporary.EMBEDDING, tokens=3072) == []
 
 
-def test_lengths_are_rounded_up_where_the_kernel_does() -> None:
-    rows = 4 * 256 * 4  # 129 tokens take two blocks of 128
-    assert extra(Temporary.FLASH, tokens=129)[:2] == [rows, rows * 32]
-
-
-def test_all_temporaries_are_on_by_default() -> None:
-    model = meta_model(LLAMA, torch.bfloat16)
-    found = llama((64,), temporaries=ALL_TEMPORARIES)
-    assert from_events(trace_training(model, (64,)).events, found.name) == found
-
-
 # -- the recorder ------------------------------------------------------------------------------
-
-
-class _Adds(torch.autograd.Function):
-    """Its backward adds, as anybody's may: that is not autograd's own addition."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
-        own = gradient * 2
-        return (own + gradient) + torch.add(own * 3, gradient)
-
-
-def test_an_addition_in_somebodys_backward_stays_out_of_place() -> None:
-    x = torch.empty(1024, device="meta", requires_grad=True)
-    found = {}
-    for in_place in (True, False):
-        recorder = Recorder(torch.device("meta"), in_place=in_place)
-        with recorder:
-            (gradient,) = torch.autograd.grad(_Adds.apply(x), x, torch.empty_like(x))
-            del gradient
-        found[in_place] = from_events(recorder.events, "").events
-    assert found[True] == found[False]
-    # The output, its gradient, own, own * 3, three sums.
-    assert sum(isinstance(event, Malloc) for event in found[True]) == 7
-
-
-def test_views_of_what_was_there_before_are_no_memory() -> None:
-    x = torch.empty(64, 64, device="meta")
-    recorder = Recorder(torch.device("meta"), in_place=True)
-    with recorder:
-        y = x.t()[3:]
-        z = y + 1
-        w = z[1:]
-        del z, w
-        torch.empty(0, device="meta")
-        torch.empty(5)
-    events = from_events(recorder.events, "").events
-    assert events == (Malloc(0, 61 * 64 * 4), FreeEvent(0))
 
 
 META = {"device": "meta"}
@@ -431,3 +324,109 @@ def test_layers_are_the_first_of_the_model() -> None:
 def test_what_transformers_cannot_make_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="transformers cannot build this configuration"):
         meta_model({"model_type": "no_such_model"}, torch.bfloat16)
+
+
+# -- farspan's own step ----------------------------------------------------------------------------
+
+LAYERS, TOKENS, RANK = 3, 500, 4
+DEEPER = {**LLAMA, "num_hidden_layers": LAYERS}
+# As plans count: without what kernels take for themselves, every addition out of place.
+AS_PLANNED = Recording(NO_TEMPORARIES, in_place=False)
+NOT_OF_A_STEP = ("reserve", "exchange")  # the driver's, and other devices'
+
+
+def sized(name: str, rank: int = 0, optimizer: str = "none") -> Sized:
+    request = Request(
+        DEEPER,
+        TOKENS,
+        "h200",
+        lora=rank,
+        optimizer=optimizer,
+        kernels=Kernels(fused=False, accumulate=False),  # a trace is of the model's own modules
+    )
+    return size(request.question(), strategy(name, LAYERS, TOKENS))
+
+
+@cache
+def traced(
+    name: str, rank: int = 0, optimizer: str = "none", recording: Recording = AS_PLANNED
+) -> Trace:
+    """Two steps: from the second on nothing is new."""
+    program = sized(name, rank, optimizer).programs[0]
+    model = meta_model(DEEPER, torch.bfloat16, rank)
+    found = trace_cells(model, [program] * 2, optimizer=optimizer == "adamw", recording=recording)
+    return from_events(found.events, found.name)
+
+
+def buffers() -> int:
+    """Bytes of rotary frequencies, which plans leave out."""
+    model = meta_model(DEEPER, torch.bfloat16)
+    storages = {b.untyped_storage()._cdata: b.untyped_storage() for b in model.buffers()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def predicted(found: Sized) -> int:
+    parts = found.device.parts
+    return sum(parts[part] for part in parts if part not in NOT_OF_A_STEP) + buffers()
+
+
+# The others are traced with the states of an optimizer, which are in memory beside the same.
+WITHOUT_STATES = part_of(STRATEGIES, "offload", "memo")
+
+
+@pytest.mark.parametrize("name", WITHOUT_STATES)
+def test_the_peak_is_what_plans_say(name: str) -> None:
+    assert traced(name).live_peak() == predicted(sized(name))
+
+
+@pytest.mark.parametrize(
+    "name", part_of(["plain", "recompute", "grouped", "oomb"], "recompute", "oomb")
+)
+def test_so_it_is_with_states_of_an_optimizer(name: str) -> None:
+    """Autograd hands out weight gradients in the dtype of `.grad`, twice as wide as the model's."""
+    found = sized(name, optimizer="adamw")
+    assert traced(name, optimizer="adamw").live_peak() == predicted(found)
+
+
+def test_what_belongs_to_no_step_is_left_out_on_request() -> None:
+    whole = traced("recompute", optimizer="adamw")
+    step = traced("recompute", optimizer="adamw", recording=replace(AS_PLANNED, lasting=False))
+    model = meta_model(DEEPER, torch.bfloat16)
+    held = sum(p.nbytes + 3 * 4 * p.numel() for p in model.parameters())  # moments and masters
+    assert whole.live_peak() - step.live_peak() == held + buffers()
+
+
+# -- by names ----------------------------------------------------------------------------------
+
+
+def peak(request: TraceRequest) -> int:
+    return from_events(request.trace().events, "").live_peak()
+
+
+def test_a_request_is_of_plain_training_or_of_cells() -> None:
+    plain, own = (
+        TraceRequest(
+            "Qwen2.5-0.5B",
+            (256,),
+            layers=2,
+            strategy=name,
+            recording=Recording(NO_TEMPORARIES),
+            measuring=measuring,
+        )
+        for name in ("plain", "farspan:plain")
+    )
+    assert peak(plain) != peak(own)
+    assert own.trace().name == "Qwen2.5-0.5B farspan:plain 256, 2 layers"
+    adapted = replace(plain, rank=8, contexts=(256, 128))
+    assert adapted.trace().name == "Qwen2.5-0.5B plain 256+128, 2 layers, lora 8"
+    assert peak(adapted) < peak(plain)
+
+
+def test_strategies_are_told_apart() -> None:
+    assert [own_strategy(name) for name in ("plain", "recompute", "offload")] == [None] * 3
+    assert own_strategy("farspan:plain") == "plain"
+    assert own_strategy("grouped") == own_strategy("farspan:grouped") == "grouped"
+    with pytest.raises(UnsupportedError, match="strategy: 'none' is not known"):
+        own_strategy("none")
+    with pytest.raises(UnsupportedError, match="context: give"):
+        TraceRequest("Qwen2.5-0.5B", ()).trace()

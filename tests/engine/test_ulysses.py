@@ -11,7 +11,7 @@ from farspan.distributed.collectives import Communicator, PendingExchange
 from farspan.distributed.context import ParallelContext
 from farspan.engine.step import Step
 from farspan.program.layout import Layout
-from farspan.program.work import Piece, cut_heads, exposed
+from farspan.program.work import Piece, cut_heads
 from farspan.spec import LayerSpec, Schedule, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import part_of
@@ -112,13 +112,3 @@ def test_pieces_share_heads_out() -> None:
         UnsupportedError, match="alltoall_splits: expected a whole number >= 1, got 0"
     ):
         Schedule(alltoall_splits=0)
-
-
-def test_what_is_exposed_of_an_exchange() -> None:
-    """As the order above has it: the first piece in and the last one out, and what is longer than
-    the attention beside it."""
-    assert exposed(3.0, 10.0, 1.0, 1) == 4.0
-    assert exposed(2.0, 10.0, 2.0, 2) == 2.0
-    assert exposed(2.0, 10.0, 2.0, 4) == 1.0
-    assert exposed(8.0, 0.0, 2.0, 2) == 10.0
-    assert exposed(8.0, 2.0, 2.0, 2) == 4.0 + 4.0 + 1.0 + 1.0 - 2.0

@@ -232,7 +232,7 @@ GRADIENTS = (
         "gradients: a product overwrites the sum",
         "beta = 0 if fresh else 1",
         "beta = 0",
-        ("tests/engine/test_linear.py::test_a_linear_module_in_its_shell",),
+        ("tests/engine/test_gradients.py::test_a_linear_module_in_its_shell",),
     ),
     Fault(
         "gradients: what was in .grad is lost",
@@ -595,13 +595,13 @@ RANKS = (
         "ring: rows come from the other neighbour",
         "source = (self.peers.index - step) % self.peers.size",
         "source = (self.peers.index + step) % self.peers.size",
-        ("tests/distributed/test_ring.py",),
+        ("tests/distributed/test_kv_sharding.py::test_a_ring_equals_attention_of_one_rank",),
     ),
     Fault(
         "ring: gradients of one peer's keys are lost",
         "                rows.add(*sums.wait())",
         "                sums.wait()",
-        ("tests/distributed/test_ring.py",),
+        ("tests/distributed/test_kv_sharding.py::test_a_ring_equals_attention_of_one_rank",),
     ),
     Fault(
         "shares: a part begins a token late",
@@ -697,7 +697,7 @@ VERIFY = (
         "verify: an ill-conditioned gradient may be anything",
         "min(MOVES * m, ILL_CONDITIONED)",
         "min(1e3 * MOVES * m, 1.0)",
-        ("tests/engine/test_verify_rounding.py::TestIllConditioned",),
+        ("tests/engine/test_verify.py::TestIllConditioned",),
     ),
 )
 

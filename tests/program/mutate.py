@@ -43,13 +43,6 @@ def deletions(program: Program, wanted: Callable[[Instruction], bool]) -> Iterat
             yield f"without {index} {instruction}", with_instructions(program, left)
 
 
-def duplicates(program: Program, wanted: Callable[[Instruction], bool]) -> Iterator[Mutant]:
-    for index, instruction in enumerate(program.instructions):
-        if wanted(instruction):
-            more = [*program.instructions[:index], instruction, *program.instructions[index:]]
-            yield f"twice {index} {instruction}", with_instructions(program, more)
-
-
 def swapped(program: Program, first: int, second: int) -> Mutant:
     changed = list(program.instructions)
     changed[first], changed[second] = changed[second], changed[first]

@@ -4,21 +4,15 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.planner.bounds import rank_grids, tiers_of
 from farspan.planner.evaluate import evaluate, size, slowest
-from farspan.planner.feasibility import slowest as slowest_bound
-from farspan.planner.feasibility import taken
 from farspan.planner.machines import machine
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
-from farspan.planner.search import TransientCache
 from farspan.planner.timeline import run_time
 from farspan.program.builder import (
-    SHORTEST,
     Costs,
     balanced_ranges,
     build_evaluation,
@@ -28,15 +22,13 @@ from farspan.program.builder import (
 )
 from farspan.program.dependencies import waits
 from farspan.program.layout import Layout, Range, Rank, are_equal, chunk_ranges
-from farspan.program.program import Forward, cell_place
+from farspan.program.program import cell_place
 from farspan.program.residency import Kind
-from farspan.program.work import work_of
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.grids import examples
 from tests.oracles.check import check_program
 from tests.oracles.check_order import check_order
-from tests.planner.machines import slow_machine
-from tests.planner.test_bound import CLOSE, with_work
+from tests.planner.test_bound import with_work
 from tests.profiles import spec_of
 
 Ranges = tuple[Range, ...]
@@ -73,39 +65,6 @@ def test_ranges_are_of_one_cost(costs: Costs, tokens: int, chunk: int) -> None:
         mean = Fraction(sum(free), len(free))
         assert max(free) < mean + token
         assert min(free) > mean - token * sum(Fraction(1, n + 1) for n in range(len(free)))
-
-
-@settings(max_examples=examples(300))
-@given(costs, st.integers(1, 400), st.integers(1, 120))
-def test_ranges_are_few(costs: Costs, tokens: int, chunk: int) -> None:
-    """No cut into fewer has all chunks as cheap as the first `chunk` tokens, or as the last
-    quarter of so many; and never are there more than four times the equal chunks."""
-    ranges = balanced_ranges(costs, tokens, chunk)
-    equal = chunk_ranges(tokens, chunk)
-    short = -(-chunk // SHORTEST)
-    most = max(
-        costs.before(min(tokens, chunk)),
-        costs.before(tokens) - costs.before(max(0, tokens - short)),
-    )
-    token = costs.before(tokens) - costs.before(tokens - 1)
-    assert max(each(costs, ranges)) < most + token
-    assert len(equal) <= len(ranges) <= SHORTEST * len(equal)
-    fewer = len(ranges) - 1
-    assert (
-        fewer * chunk < tokens
-        or fewer * most < costs.before(tokens)
-        or fewer < greedy(costs, tokens, chunk, most)
-    )
-
-
-def greedy(costs: Costs, tokens: int, chunk: int, most: int) -> int:
-    """Chunks, each as long as may be, token by token."""
-    count, start = 1, 0
-    for stop in range(1, tokens + 1):
-        dear = costs.before(stop) - costs.before(start) > most
-        if (dear or stop - start > chunk) and stop - 1 > start:
-            count, start = count + 1, stop - 1
-    return count
 
 
 def test_by_hand() -> None:
@@ -195,48 +154,6 @@ def test_programs_are_right_and_cells_as_long_as_their_chunks(
 # -- time ----------------------------------------------------------------------------------------
 
 
-def pipelined(stages: list[list[float]]) -> float:
-    """When the last stage is done: a chunk begins when it came through the stage before and the
-    stage is done with the chunk before. [stages][chunks] seconds."""
-    ends = [0.0] * len(stages[0])  # of each chunk in the stage before
-    for seconds_ in stages:
-        free = 0.0
-        for chunk, second in enumerate(seconds_):
-            free = ends[chunk] = max(ends[chunk], free) + second
-    return ends[-1]
-
-
-def idle(model: ModelSpec, chunks: Ranges, stages: int) -> float:
-    """The share of a step that a stage of the forwards waits, in FLOP of the program's cells."""
-    program = build_program(model, RunSpec(1, chunks[-1][1]), Schedule(), chunks=chunks)
-    layers = len(model.layers) // stages
-    work = [[0.0] * len(chunks) for _ in range(stages)]
-    seen = set()
-    for i in program.instructions:
-        if isinstance(i, Forward) and i.mode == "compute" and (i.layer, i.chunk) not in seen:
-            seen.add((i.layer, i.chunk))
-            work[i.layer // layers][i.chunk] += work_of(program, i)
-    assert len(seen) == len(model.layers) * len(chunks)
-    return 1 - sum(work[0]) / pipelined(work)
-
-
-def test_stages_wait_less() -> None:
-    """A 7B model at 256K in chunks of 16K on four stages: a stage waits 25% of the forwards where
-    chunks are equal, 13% with as many equal ones as there are balanced ones, and 8% so."""
-    model = spec_of("Qwen2.5-7B")
-    balanced = balanced_ranges(costs_of(model), 2**18, 2**14)
-    equal = chunk_ranges(2**18, 2**14)
-    many = chunk_ranges(2**18, -(-(2**18) // len(balanced)))
-    assert (len(equal), len(balanced), len(many)) == (16, 37, 37)
-    assert balanced[0] == (0, 2**14)
-    found = [idle(model, chunks, 4) for chunks in (equal, many, balanced)]
-    assert found == pytest.approx([0.247, 0.126, 0.076], abs=0.0005)
-
-
-def asked(layout: Layout, tokens: int, model: ModelSpec = MODEL) -> Question:
-    return Question(with_work(model), RunSpec(1, tokens), slow_machine(), layout)
-
-
 def test_a_plan_waits_as_the_stages_do() -> None:
     """What its price adds for three stages that wait: three times the dearest of its chunks."""
     model = spec_of("Qwen2.5-7B")
@@ -252,33 +169,3 @@ def test_a_plan_waits_as_the_stages_do() -> None:
     alone = run_time(prices, overlap=question.overlap).total
     waits = (plan.seconds.total - alone) / alone
     assert 3 / len(chunks) < waits < 3 * 1.3 / len(chunks)
-
-
-@settings(max_examples=examples(60))
-@given(
-    st.builds(
-        Schedule,
-        chunk=st.sampled_from([16, 40]),
-        groups=st.integers(1, 2),
-        kv=st.sampled_from(Tier),
-        kv_kept=st.booleans(),
-        attention_save_fraction=st.sampled_from([0.0, 0.5]),
-        activation_save_fraction=st.sampled_from([0.0, 0.3, 1.0]),
-        activations=st.sampled_from(Tier),
-        layer_checkpoint=st.booleans(),
-    ),
-    st.integers(40, 200),
-    st.sampled_from([Layout(pipeline=2), Layout(pipeline=2, shards=2)]),
-)
-def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layout) -> None:
-    question = asked(layout, tokens)
-    grids, tiers = rank_grids(question, schedule), tiers_of(schedule)
-    sized, (held, devices) = size(question, schedule), taken(grids)
-    for grid, program, device in zip(grids, sized.programs, devices, strict=True):
-        assert program.chunks == grid.cell_prices.chunks
-        alike = int(grid.saves.alike[0])
-        beyond = max(TransientCache().beyond(grid, 0, alike), TransientCache().least(grid)[0, 0])
-        assert device[0, 0, tiers] + beyond <= sized.device.total
-    assert held.host[0, 0, tiers] <= sized.host.total
-    total = evaluate(question, "grouped", schedule, sized).seconds.total
-    assert slowest_bound(grids)[0, 0, tiers] <= total * (1 + CLOSE)

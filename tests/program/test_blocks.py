@@ -1,11 +1,12 @@
-"""Every visible pair is in exactly one block, no other pair is, and no query sees nothing."""
+"""Every visible pair of a query and a key that a rank holds is in exactly one block, no other pair
+is, and no query sees nothing."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,99 +14,171 @@ from farspan.program.attention_blocks import (
     TILE_LEAST,
     TILE_MOST,
     Block,
+    Held,
     Run,
     cut_wide,
     document_runs,
     plan_blocks,
+    plan_held_blocks,
     tile_window,
 )
+from farspan.program.layout import part
+from tests.grids import examples
+
+Ranges = tuple[tuple[int, int], ...]
 
 
-def seen_by(block: Block) -> Tensor:
-    """Which keys each query of the block sees: bool [Sq, Sk]."""
+def positions_of(held: Ranges) -> list[int]:
+    """The position of each row."""
+    return [position for start, stop in held for position in range(start, stop)]
+
+
+def shown(block: Block) -> Tensor:
+    """What a kernel, which knows coordinates only, shows each query of the block: [Sq, Sk]."""
     q = torch.arange(block.q_start, block.q_stop)[:, None]
     k = torch.arange(block.k_start, block.k_stop)
-    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    seen = torch.ones(block.queries, block.keys, dtype=torch.bool)
     if block.causal:
         seen &= k <= q
     if block.window is not None:
         seen &= k > q - block.window
     assert seen.any(1).all(), f"a query sees no key: {block}"
     assert seen.any(0).all(), f"a key is not seen: {block}"
-    masked = block.window is not None and not block.causal
-    assert not (masked and seen.all()), f"this window hides nothing: {block}"
     return seen
 
 
-def covered(blocks: Iterable[Block], batch: int, chunk: range) -> Tensor:
-    """How many blocks show key k to query q: [batch, queries, keys]."""
-    count = torch.zeros(batch, len(chunk), chunk.stop, dtype=torch.long)
+def covered(blocks: Sequence[Block], batch: int, chunk: range, held: Ranges) -> Tensor:
+    """How many blocks show row k to query q: [batch, queries, rows]."""
+    count = torch.zeros(batch, len(chunk), len(positions_of(held)), dtype=torch.long)
     for block in blocks:
-        q_start, q_stop = block.q_start - chunk.start, block.q_stop - chunk.start
-        part = count[block.rows, q_start:q_stop, block.k_start : block.k_stop]
-        assert part.shape[0] > 0, block
-        part += seen_by(block)
+        first = block.q_start + block.shift - chunk.start
+        assert 0 <= first <= len(chunk) - block.queries, block
+        place = count[block.rows, first : first + block.queries, block.k_start : block.k_stop]
+        assert place.shape == (place.shape[0], block.queries, block.keys), block
+        place += shown(block)
     return count
 
 
-def allowed(chunk: range, window: int | None, starts: Sequence[Sequence[int]]) -> Tensor:
-    count = torch.zeros(len(starts), len(chunk), chunk.stop, dtype=torch.long)
+def allowed(
+    chunk: range, window: int | None, starts: Sequence[Sequence[int]], held: Ranges
+) -> Tensor:
+    where = positions_of(held)
+    count = torch.zeros(len(starts), len(chunk), len(where), dtype=torch.long)
     for row, documents in enumerate(starts):
         for q in chunk:
             document = max(start for start in documents if start <= q)
-            low = document if window is None else max(document, q - window + 1)
-            count[row, q - chunk.start, low : q + 1] = 1
+            for index, k in enumerate(where):
+                near = window is None or q - k < window
+                count[row, q - chunk.start, index] = document <= k <= q and near
     return count
 
 
-geometry = st.fixed_dictionaries(
-    {
-        "q_start": st.integers(0, 40),
-        "queries": st.integers(1, 24),
-        "kv_block": st.integers(1, 50),
-        "window": st.none() | st.integers(1, 70),
-    }
+def check(
+    size: dict[str, int | None], borders: list[int], held: Ranges, starts: list[list[int]] | None
+) -> None:
+    """Of the last chunk."""
+    window, kv_block = size["window"], size["kv_block"]
+    assert kv_block is not None
+    chunk = range(borders[-2], borders[-1])
+    batch = 2 if starts is None else len(starts)
+    runs = None if starts is None else [document_runs(r, chunk.start, chunk.stop) for r in starts]
+    own = Held(held)
+    blocks = plan_held_blocks(chunk.start, chunk.stop, kv_block, window, runs, own)
+    wanted = allowed(chunk, window, starts or [[0]] * batch, held)
+    assert torch.equal(covered(blocks, batch, chunk, held), wanted)
+    tiles = [tile for block in blocks for tile in tile_window(block)]
+    assert torch.equal(covered(tiles, batch, chunk, held), wanted)
+    first_own = own.row(chunk.start)
+    assert first_own == sum(position < chunk.start for position in positions_of(held))
+    for block in blocks:
+        if block.k_start < first_own:
+            assert block.k_stop <= first_own
+            assert block.k_start // kv_block == (block.k_stop - 1) // kv_block
+            assert not block.causal
+        # What flash attention needs of a window without causal mask.
+        if block.window is not None and not block.causal:
+            assert block.queries <= block.keys + 1
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> list[int]:
+    """Borders of one to six chunks."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    return [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+
+
+sizes = st.fixed_dictionaries(
+    {"kv_block": st.integers(1, 20), "window": st.none() | st.integers(1, 40)}
 )
 documents = st.none() | st.lists(
-    st.sets(st.integers(0, 64), max_size=12).map(lambda s: sorted(s | {0})), min_size=1, max_size=3
+    st.sets(st.integers(0, 50), max_size=8).map(lambda s: sorted(s | {0})), min_size=1, max_size=3
 )
 
 
-@given(geometry, documents)
-def test_blocks_cover_what_is_visible_exactly_once(
-    size: dict[str, int], starts: list[list[int]] | None
+@given(st.data(), sizes, chunks(), documents)
+@settings(max_examples=examples(150))
+def test_any_part_of_each_chunk(
+    data: st.DataObject,
+    size: dict[str, int | None],
+    borders: list[int],
+    starts: list[list[int]] | None,
 ) -> None:
-    q_start, kv_block, window = size["q_start"], size["kv_block"], size["window"]
-    q_stop = q_start + size["queries"]
-    batch = 2 if starts is None else len(starts)
-    runs = None if starts is None else [document_runs(row, q_start, q_stop) for row in starts]
-    blocks = plan_blocks(q_start, q_stop, kv_block, window, runs)
-    chunk = range(q_start, q_stop)
-    wanted = allowed(chunk, window, starts or [[0]] * batch)
-    assert torch.equal(covered(blocks, batch, chunk), wanted)
-    own = [block for block in blocks if block.k_start >= q_start]
-    earlier = [block for block in blocks if block.k_start < q_start]
-    assert all(block.k_stop <= q_start for block in earlier)
-    assert all(b.k_start // kv_block == (b.k_stop - 1) // kv_block for b in earlier)
-    assert not any(block.causal for block in earlier)
-    assert all(block.causal and block.q_start == block.k_start for block in own)
-    # What flash attention needs of a window without causal mask.
-    assert all(b.queries <= b.keys + 1 for b in earlier if b.window)
+    held = []
+    for start, stop in pairwise(borders):
+        cut = st.integers(start, stop)
+        first, last = sorted((data.draw(cut), data.draw(cut)))
+        held.append((first, last))
+    check(size, borders, tuple(held), starts)
 
 
-@given(
-    q_start=st.integers(0, 300),
-    queries=st.integers(1, 200),
-    kv_block=st.integers(1, 300),
-    window=st.integers(1, 300),
-)
+@given(sizes, chunks(), documents, st.integers(1, 5))
+@settings(max_examples=examples(60))
+def test_parts_of_ranks_together_hold_everything(
+    size: dict[str, int | None], borders: list[int], starts: list[list[int]] | None, ranks: int
+) -> None:
+    spans = list(pairwise(borders))
+    rows = 0
+    for rank in range(ranks):
+        held = tuple(part(span, rank, ranks) for span in spans)
+        check(size, borders, held, starts)
+        rows += Held(held).rows()
+    assert rows == borders[-1]
+
+
+def test_a_rank_alone_has_the_blocks_it_had() -> None:
+    for window in (None, 7, 50):
+        assert plan_held_blocks(20, 30, 8, window) == plan_blocks(20, 30, 8, window)
+
+
+def test_a_plain_chunk_is_few_blocks() -> None:
+    """Three chunks of 8 of which the rank holds the middle: keys of all earlier chunks together."""
+    held = Held(((2, 5), (10, 13), (18, 21)))
+    assert plan_held_blocks(16, 24, 100, None, None, held) == (
+        Block(0, None, 16, 24, 0, 6, False),
+        Block(0, None, 6, 9, 6, 9, True, None, 12),
+        Block(0, None, 21, 24, 6, 9, False),
+    )
+
+
+def test_keys_that_a_long_window_does_not_cut_are_together() -> None:
+    held = Held(tuple((start, start + 4) for start in range(0, 800, 8)))
+    blocks = plan_held_blocks(792, 800, 10**6, 600, None, held)
+    # The edge of the window, the whole of the rest, and the own square and what is below it.
+    assert len(blocks) <= 5
+    assert max(block.keys for block in blocks) > 290
+
+
+@given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 300), st.integers(1, 300))
 def test_tiles_cover_what_their_blocks_cover(
-    q_start: int, queries: int, kv_block: int, window: int
+    start: int, queries: int, kv_block: int, window: int
 ) -> None:
-    chunk = range(q_start, q_start + queries)
+    chunk = range(start, start + queries)
+    held = ((0, chunk.stop),)
     for block in plan_blocks(chunk.start, chunk.stop, kv_block, window):
+        masked = block.window is not None and not block.causal
+        assert not (masked and shown(block).all()), f"this window hides nothing: {block}"
         tiles = tile_window(block)
-        assert torch.equal(covered(tiles, 1, chunk), covered([block], 1, chunk))
+        assert torch.equal(covered(tiles, 1, chunk, held), covered([block], 1, chunk, held))
         for tile in tiles:
             tile.check()
 
@@ -129,15 +202,6 @@ def test_tiles_of_huge_windows_keep_their_masks_small() -> None:
     assert max(tile.queries * tile.keys for tile in tiles if tile.window) < 2**26
 
 
-def test_a_plain_chunk_is_key_blocks_and_one_square() -> None:
-    assert plan_blocks(20, 30, 8, None) == (
-        Block(0, None, 20, 30, 0, 8, False),
-        Block(0, None, 20, 30, 8, 16, False),
-        Block(0, None, 20, 30, 16, 20, False),
-        Block(0, None, 20, 30, 20, 30, True),
-    )
-
-
 def test_a_window_longer_than_the_document_is_no_window() -> None:
     assert plan_blocks(20, 30, 8, 30) == plan_blocks(20, 30, 8, None)
     assert plan_blocks(20, 30, 8, 29) != plan_blocks(20, 30, 8, None)
@@ -155,40 +219,18 @@ def test_document_runs() -> None:
     assert document_runs([0, 4, 5], 4, 9) == (Run(4, 5, 4), Run(5, 9, 5))
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        (Run(4, 6, 3), Run(7, 9, 7)),
-        (Run(4, 6, 3), Run(6, 8, 6)),
-        (Run(5, 9, 5),),
-        (Run(4, 6, 3), Run(6, 9, 3)),
-    ],
-)
-def test_runs_that_do_not_tile_the_chunk_are_a_mistake(runs: tuple[Run, ...]) -> None:
-    with pytest.raises(AssertionError):
-        plan_blocks(4, 9, 8, None, [runs])
-
-
-def test_a_block_with_an_empty_row_is_a_mistake() -> None:
-    block = Block(0, None, 10, 14, 4, 8, False, window=6)
-    with pytest.raises(AssertionError):
-        block.check()
-    replace(block, q_stop=13, k_start=5).check()
-
-
-@given(geometry, documents, st.integers(1, 20))
+@given(sizes, chunks(), documents, st.integers(1, 20))
 def test_blocks_that_are_cut_cover_the_same(
-    size: dict[str, int], starts: list[list[int]] | None, most: int
+    size: dict[str, int | None], borders: list[int], starts: list[list[int]] | None, most: int
 ) -> None:
     """By blocks of no more queries or keys than asked for, each of which a kernel takes; those that
     are causal share no query and come before the others of their block."""
-    q_start, kv_block, window = size["q_start"], size["kv_block"], size["window"]
-    q_stop = q_start + size["queries"]
-    runs = None if starts is None else [document_runs(row, q_start, q_stop) for row in starts]
-    chunk, batch = range(q_start, q_stop), 2 if starts is None else len(starts)
+    window, kv_block, chunk = size["window"], size["kv_block"], range(borders[-2], borders[-1])
+    assert kv_block is not None
+    runs = None if starts is None else [document_runs(r, chunk.start, chunk.stop) for r in starts]
     most += 0 if window is None else window
     pieces = list[Block]()
-    for block in plan_blocks(q_start, q_stop, kv_block, window, runs):
+    for block in plan_blocks(chunk.start, chunk.stop, kv_block, window, runs):
         of_block = cut_wide(block, most)
         assert of_block == (block,) or max(block.queries, block.keys) > most
         causal = [piece.causal for piece in of_block]
@@ -199,5 +241,6 @@ def test_blocks_that_are_cut_cover_the_same(
         assert max(piece.queries, piece.keys) <= most
         if piece.window is not None:
             assert piece.queries <= piece.keys + 1  # what flash attention takes
-    everything = allowed(chunk, window, starts or [[0]] * batch)
-    assert torch.equal(covered(pieces, batch, chunk), everything)
+    rows, held = starts or [[0]], ((0, chunk.stop),)
+    everything = allowed(chunk, window, rows, held)
+    assert torch.equal(covered(pieces, len(rows), chunk, held), everything)

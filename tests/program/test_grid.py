@@ -56,18 +56,3 @@ def test_kept_chunks_are_the_latest(tokens: int, chunk: int, less: float, more: 
     assert abs(start - wanted) <= min(abs(border - wanted) for border in borders) + Fraction(
         1, 10**9
     )
-
-
-def test_all_or_nothing_is_kept_whole() -> None:
-    chunks = chunk_ranges(105, 10)
-    assert kept_chunks(0.0, chunks) == range(11, 11)
-    assert kept_chunks(1.0, chunks) == range(11)
-
-
-@pytest.mark.parametrize(("phi", "removed"), [(0.3, 0.51), (0.5, 0.75)])
-def test_keeping_the_latest_removes_more_than_its_share(phi: float, removed: float) -> None:
-    chunks = chunk_ranges(16_000, 16)
-    work = [sum(range(start + 1, stop + 1)) for start, stop in chunks]
-    kept = sum(work[chunk] for chunk in kept_chunks(phi, chunks))
-    # Exact for whole chunks, but that a query sees itself too: one key in N.
-    assert abs(kept / sum(work) - removed) < 1 / 16_000

@@ -73,15 +73,6 @@ def test_the_lower_of_two_orders_is_kept(
     assert place(requests).height < lowest_of(requests, [higher]).height
 
 
-@given(REQUESTS)
-def test_a_placement_is_the_same_every_time(requests: list[PlacementRequest]) -> None:
-    assert place(requests) == place(list(requests))
-
-
-def test_nothing_takes_nothing() -> None:
-    assert (place([]).height, place([]).lower_bound) == (0, 0)
-
-
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_nested_lifetimes_are_placed_without_a_gap(depth: int) -> None:
     """The shape of forward and backward: what comes first goes last."""
@@ -90,22 +81,3 @@ def test_nested_lifetimes_are_placed_without_a_gap(depth: int) -> None:
     ]
     found = place(requests)
     assert found.height == found.lower_bound == sum(r.size for r in requests)
-
-
-def test_one_after_the_other_share_an_address() -> None:
-    """A buffer that dies when another is born makes room for it."""
-    found = place(
-        [PlacementRequest(64, 0, 5), PlacementRequest(64, 5, 9), PlacementRequest(64, 9, 12)]
-    )
-    assert found.addresses == (0, 0, 0)
-    assert found.height == 64
-
-
-def test_a_gap_is_filled() -> None:
-    wall, before, after = (
-        PlacementRequest(10, 0, 9),
-        PlacementRequest(30, 0, 4),
-        PlacementRequest(20, 5, 9),
-    )
-    found = place([before, wall, after])
-    assert found.height == found.lower_bound == 40

@@ -1,18 +1,13 @@
 """A class of tensors is a row of a table: builder, checker, simulation, plan and engine take it."""
 
-import ast
-import inspect
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-import torch
 
-from farspan.engine.step import Step
 from farspan.planner import pass_counts
 from farspan.planner.bounds import seconds, tiers_of
-from farspan.planner.evaluate import arena_parts
 from farspan.planner.prices import Prices
 from farspan.planner.timeline import run_time
 from farspan.program import builder as build
@@ -20,15 +15,10 @@ from farspan.program import residency
 from farspan.program.ledger import Ledger
 from farspan.program.passes import GroupPasses
 from farspan.program.program import Evict, Load, Program, Store
-from farspan.program.residency import RESIDENCY, CutInto, Kind, Residency, RowTensor, Until
+from farspan.program.residency import CutInto, Kind, Residency, RowTensor, Until
 from farspan.spec import RunSpec, Schedule, Tier
-from tests.oracles.check import check_program
-from tests.oracles.contents import ProgramError
-from tests.oracles.simulate import simulate
 from tests.planner.test_bound import CLOSE, make_grid
-from tests.program import cases
 from tests.program.cases import model_of
-from tests.zoo import VOCAB, make_model
 
 ECHO = cast(Kind, "echo")
 SLOTS = ("echo.slot.0", "echo.slot.1")
@@ -100,49 +90,6 @@ def program(tier: Tier) -> Program:
     return build.build_program(model_of(4), RunSpec(1, TOKENS), schedule(tier))
 
 
-def test_every_kind_has_a_row() -> None:
-    assert set(RESIDENCY) == set(Kind)
-    names = [name for row in RESIDENCY.values() for ring in row.slots for name in ring]
-    names += [name(3) for row in RESIDENCY.values() for name in row.homes]
-    assert len(set(names)) == len(names)
-    assert [row for row in RESIDENCY.values() if not row.in_cells] == [
-        row for row in RESIDENCY.values() if row.tensors(model_of(1), model_of(1).layers[0], 1)
-    ]
-
-
-def test_random_schedules_draw_every_place() -> None:
-    """Or no random program has a class that a field places, keeps or leaves out."""
-    (made,) = (
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(cases)))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Schedule"
-    )
-    drawn = {word.arg for word in made.keywords}
-    assert {row.tier for row in RESIDENCY.values() if row.tier} <= drawn
-    kinds = Tier, bool, float
-    places = {field.name for field in fields(Schedule) if isinstance(field.default, kinds)}
-    # Random programs are of models on the device; tests of streamed weights move them.
-    assert places - drawn == {"weights"}
-
-
-@pytest.mark.usefixtures("with_echo")
-@pytest.mark.parametrize("tier", Tier)
-def test_a_class_of_the_table_is_planned(tier: Tier) -> None:
-    """Its bytes are counted where the schedule has it, its copies too, and it is freed."""
-    plain = simulate(_without(tier))
-    made = program(tier)
-    check_program(made)
-    found = simulate(made)
-    row = 64 * 4  # hidden, fp32: two groups of it when the last begins its backward
-    there = [buffer for buffer in made.buffers.values() if buffer.kind == ECHO]
-    assert {buffer.tier for buffer in there if buffer.layer >= 0} == {tier}
-    assert arena_parts(made, tier)["echo"] == 2 * TOKENS * row
-    if tier is Tier.HOST:
-        assert found.peak[tier] == plain.peak[tier] + 2 * TOKENS * row
-        assert found.evicted[ECHO] == 2 * TOKENS * row
-        assert found.fetched[ECHO] > 0
-
-
 @pytest.mark.usefixtures("with_echo")
 def test_only_a_load_of_x_enters_a_group() -> None:
     """A load of another class counts as no entry, whatever its layer."""
@@ -203,32 +150,3 @@ def test_the_search_counts_its_copies(
     assert (evicted > 0) == (tier is Tier.HOST)
     total = run_time(Prices(asked, made, together=False), overlap=False).total
     assert abs(seconds(grid)[0, 0, tiers_of(planned)] - total) <= CLOSE * total
-
-
-@pytest.mark.usefixtures("with_echo")
-def test_the_checker_knows_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = program(Tier.DEVICE)
-    other = Residency(**{name: getattr(ROW, name) for name in ROW.__slots__} | {"contents": ()})
-    monkeypatch.setitem(residency.RESIDENCY, ECHO, other)
-    with pytest.raises(ProgramError, match=r"echo\.0 is not for x"):
-        check_program(made)
-
-
-@pytest.mark.usefixtures("with_echo")
-@pytest.mark.parametrize("tier", Tier)
-def test_the_engine_runs_it(tier: Tier) -> None:
-    """What a group reads again is what it read: gradients are the same bits."""
-    losses, gradients = [], []
-    for passes in (GroupPasses, EchoPasses):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "GroupPasses", passes)
-            model: Any = make_model("qwen2", torch.float32)
-            step = Step(model, schedule(tier))
-            ids = torch.arange(TOKENS)[None] % VOCAB
-            losses.append(step(ids, ids))
-            kinds = {buffer.kind for buffer in step.program(1, TOKENS).buffers.values()}
-            assert (ECHO in kinds) == (passes is EchoPasses)
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert torch.equal(*losses)
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import waits
 from farspan.program.layout import (
-    SEQUENCE,
     Layout,
     Rank,
     chunk_ranges,
     group_ranges,
-    part,
     share_of,
 )
 from farspan.program.program import Instruction, Receive, Send
@@ -51,23 +49,6 @@ schedules = st.builds(
 
 def ranks_of(layout: Layout) -> list[Rank]:
     return [Rank(layout, number) for number in range(layout.devices())]
-
-
-@given(layouts, st.integers(1, 40), st.integers(1, 17))
-def test_cells_have_room_for_what_a_rank_saves(layout: Layout, tokens: int, chunk: int) -> None:
-    """Of its tokens, and of all that share keys with it by its part of the heads; no more than one
-    token of each chunk beyond an equal part."""
-    chunks = chunk_ranges(tokens, chunk)
-    for rank in ranks_of(layout):
-        share = share_of(chunks, rank)
-        for index, (start, stop) in enumerate(share.cells):
-            own, held = (
-                spans.rows[index][1] - spans.rows[index][0] for spans in (share.tokens, share.keys)
-            )
-            whole = chunks[index][1] - chunks[index][0]
-            assert own <= stop - start
-            assert held <= (stop - start) * layout.ulysses
-            assert (stop - start - 1) * layout.sequence() < whole
 
 
 @given(layouts, st.integers(1, 40), st.integers(1, 17))
@@ -147,23 +128,3 @@ def test_stages_are_groups() -> None:
         group_ranges(Schedule(groups=(3, 4)), 7, 3)
     with pytest.raises(UnsupportedError, match="pipeline: 8 stages for 7 layers"):
         group_ranges(Schedule(), 7, 8)
-
-
-def test_neighbours_along_an_axis() -> None:
-    rank = Rank(Layout(tensor=2, ulysses=3, data=2), 4)
-    assert rank.along == {
-        "tensor": 0,
-        "ulysses": 2,
-        "shards": 0,
-        "ring": 0,
-        "data": 0,
-        "pipeline": 0,
-    }
-    assert rank.peers("tensor") == (4, 5)
-    assert rank.peers("ulysses") == (0, 2, 4)
-    assert rank.peers("data") == (4, 10)
-    assert rank.peers(*SEQUENCE) == tuple(range(6))
-    assert rank.tokens((10, 22)) == (18, 20)
-    assert rank.tokens((10, 22), "tensor") == (18, 22)
-    assert rank.tokens((10, 22), "tensor", "ulysses") == (10, 22)
-    assert [part((0, 2), i, 4) for i in range(4)] == [(0, 0), (0, 1), (1, 1), (1, 2)]

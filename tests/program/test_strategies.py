@@ -8,7 +8,6 @@ from farspan.program.residency import Kind
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Tier, UnsupportedError
 from tests.oracles.check import check_program
-from tests.oracles.simulate import simulate
 from tests.program import cases
 
 LAYERS = 6
@@ -55,12 +54,6 @@ def test_strategies_pass_the_check(name: str, tokens: int) -> None:
     check_program(program_of(name, tokens))
     schedule = strategy(name, LAYERS, tokens)
     check_program(build_evaluation(cases.model_of(LAYERS), RunSpec(1, tokens), schedule))
-
-
-@pytest.mark.parametrize("name", ["plain", "swap"])
-def test_what_keeps_everything_computes_everything_once(name: str) -> None:
-    found = simulate(program_of(name, 160))
-    assert found.attention_passes == found.linear_passes == 1
 
 
 def test_a_name_that_is_not_known_is_refused() -> None:

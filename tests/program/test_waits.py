@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 
 from farspan.program.builder import build_evaluation, build_program
-from farspan.program.dependencies import Lane, Order, Wait, waits
-from farspan.program.program import Allocate, Evict, Fetch, Free, Program
+from farspan.program.dependencies import Order, Wait, waits
+from farspan.program.program import Evict, Fetch, Program
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier
 from tests.grids import examples
@@ -26,23 +26,6 @@ def test_nothing_races(step: Step) -> None:
         check_order(program, waits(program))
 
 
-def test_every_instruction_has_its_lanes() -> None:
-    program = build_program(model_of(4), RunSpec(1, 46), strategy("fpdt", 4, 46))
-    found = set()
-    for i, order in zip(program.instructions, waits(program), strict=True):
-        if isinstance(i, Allocate | Free):
-            assert not order
-            continue
-        copying = Lane.FETCH if isinstance(i, Fetch) else Lane.EVICT
-        own = copying if isinstance(i, Fetch | Evict) else Lane.COMPUTE
-        assert own in order
-        assert all(wait.lane is not lane for lane, after in order.items() for wait in after)
-        found.add(frozenset(order))
-    # Cells whose prefix is streamed work on the link's lanes too.
-    assert {Lane.COMPUTE, Lane.FETCH} in found
-    assert set(Lane) in found
-
-
 def without_one(orders: tuple[Order, ...]) -> Iterator[tuple[Wait, tuple[Order, ...]]]:
     """The orders without each of their waits in turn."""
     for index, order in enumerate(orders):
@@ -57,7 +40,7 @@ def test_no_wait_is_spare(name: str) -> None:
     program = build_program(model_of(4), RunSpec(1, 46), strategy(name, 4, 46))
     orders = waits(program)
     every = list(without_one(orders))
-    mutants = every[:: max(3, len(every) // 30)]
+    mutants = every[:: max(3, len(every) // 15)]
     assert len(mutants) > 3
     spare = [wait for wait, fewer in mutants if not races(program, fewer)]
     assert spare == []
@@ -76,12 +59,3 @@ def test_without_any_wait_copies_race(name: str) -> None:
     program = build_program(model_of(4), RunSpec(1, 46), strategy(name, 4, 46))
     copies = any(isinstance(i, Fetch | Evict) for i in program.instructions)
     assert races(program, waits(program, ())) == copies
-
-
-def test_the_checker_refuses_what_waits_for_the_future() -> None:
-    program = build_program(model_of(4), RunSpec(1, 46), strategy("offload", 4, 46))
-    orders = list(waits(program))
-    fetch = next(n for n, i in enumerate(program.instructions) if isinstance(i, Fetch))
-    orders[fetch] = {Lane.FETCH: (Wait(Lane.COMPUTE, fetch + 1),)}
-    with pytest.raises(ProgramError, match="later"):
-        check_order(program, tuple(orders))

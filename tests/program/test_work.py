@@ -11,7 +11,6 @@ from farspan.planner.request import Question
 from farspan.program.attention_blocks import seen_pairs
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.program import Program
-from farspan.program.strategies import strategy
 from farspan.program.work import work_of
 from farspan.spec import Cut, LayerWork, ModelSpec, RunSpec, Schedule, Tier
 from tests.oracles.simulate import simulate
@@ -104,21 +103,6 @@ def test_weights_stand_for_products_that_nobody_counted(name: str, parameters: b
     bare = uncounted(model, parameters=parameters)
     found, expected = (total(build_program(m, RUN, SCHEDULES[0])) for m in (bare, model))
     assert expected <= found <= 1.001 * expected
-
-
-@pytest.mark.parametrize("tokens", [16384, 131072])
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_a_step_that_is_cut_costs_little(groups: int, tokens: int) -> None:
-    """In eight groups or more: at most 5% of the work of one pass, and 2% of its memory."""
-    model, run = spec_of("Llama-3.1-8B"), RunSpec(1, tokens)
-    schedule = replace(strategy("grouped", len(model.layers), tokens), groups=groups)
-    programs = [build_program(model, run, schedule, cut=cut) for cut in (Cut.NONE, Cut.AFTER_HEAD)]
-    one_pass, cut = (sum(work_of(program, i) for i in program.instructions) for program in programs)
-    assert len(programs[0].groups) >= 8
-    assert 1 < cut / one_pass <= 1.05
-    for tier in Tier:
-        before, after = (program.arena_bytes[tier] for program in programs)
-        assert after <= 1.02 * before
 
 
 @pytest.mark.parametrize(
