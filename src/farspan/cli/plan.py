@@ -322,8 +322,9 @@ class PlanCommand(TyperCommand):
     """Command that suggests its own options to users who type those of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments as typer does. For another tool's option, suggest farspan's; for words
-        without options, the whole command; for a bare `--lora`, use the default rank."""
+        """Parse arguments as typer does, and correct users: suggest farspan's option for another
+        tool's, the whole command for words without options; give a bare `--lora` the default
+        rank."""
         given = []
         own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):
@@ -359,8 +360,8 @@ NEAR = 0.75  # similarity of a mistyped option, above that of merely similar wor
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """Return a command line that gives each of the words `others`, which the user typed without an
-    option, after an option that suits it: `farspan plan qwen3 1M` lacks --model and --context."""
+    """Return a corrected command line: each of `others`, the words typed without an option, follows
+    an option that suits it. For `farspan plan qwen3 1M` these are --model and --context."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]

@@ -176,7 +176,8 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return every mix of ranks that some machine has, as the number of ranks of each kind."""
+    """Return the different mixes of ranks that machines have, as the number of ranks of each
+    kind."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -279,8 +280,8 @@ ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: t
 
 
 def representative_chunks(question: Question, schedule: Schedule) -> list[int] | None:
-    """Return the first and last two chunks of each stretch of chunks that save the same tensors:
-    their peak is that of all chunks. None means all chunks, which page-sparse attention needs."""
+    """Return chunks whose peak is that of all chunks: the first and last two of each stretch of
+    chunks that save the same tensors. Page-sparse attention needs all chunks: None."""
     if schedule.sparse is not None:
         return None
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
@@ -323,7 +324,7 @@ def size(question: Question, schedule: Schedule) -> Sized:
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """Return what `size` does, from programs of a few chunks if their bytes are surely the same."""
+    """Return what `size` returns, from programs of a few chunks if they must take equal bytes."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 
@@ -376,9 +377,9 @@ def evaluate(
 def composed_seconds(
     question: Question, schedule: Schedule
 ) -> tuple[float, float, tuple[Program, ...]]:
-    """Return the seconds of a step with overlapping copies but no update, the seconds that it waits
-    for an overlapping update, and the programs timed: the step's and its reference model's, if any.
-    Equal layers are timed once (`timeline.fold`). Pipelines are not supported."""
+    """Return a step's seconds without the update, the seconds that it waits for an overlapping
+    update, and the programs timed: the step's, and its reference model's if it has one. Copies
+    overlap. Equal layers are timed once (`timeline.fold`). Pipelines are not supported."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)

@@ -133,7 +133,7 @@ def machine(name_or_path: str | Path) -> MachineSpec:
 
 
 def read(name_or_path: str | Path) -> MachineFile:
-    """Return the machine that `machine` returns, with the source of each of its numbers."""
+    """Return a machine by a GPU's usual name, or of a JSON file, with the source of each number."""
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name.lower() not in _presets() and (path.suffix == ".json" or os.path.isfile(path)):
@@ -181,7 +181,7 @@ def _words(name: str) -> tuple[tuple[str, ...], int | None]:
 
 @cache
 def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
-    """Return, for each preset, the identifying words of each of its names with the memory in GB."""
+    """Return, by preset, each of its names as identifying words, with the GB of memory or None."""
     return {
         name: dict(map(_words, (name, *values["gpu_names"], *values.get("aliases", ()))))
         for name, values in _raw_presets().items()
@@ -252,7 +252,7 @@ def _is_within(known: tuple[str, ...], words: tuple[str, ...]) -> bool:
 
 
 def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
-    """Return the machine with `size` bytes of main memory; a part of them is its reserve."""
+    """Return the machine with `size` bytes of main memory, less the reserve (`HOST_RESERVE`)."""
     reserve = int(HOST_RESERVE * size)
     return replace(spec, host_bytes=size - reserve, host_reserve=reserve)
 

@@ -48,7 +48,7 @@ class Role(IntEnum):
 
 
 class Boundary(Enum):
-    """Place where hidden states pass to the next group, named by what reads them there."""
+    """Place where hidden states leave a group, named by their reader (group, stage or head)."""
 
     EARLIER = "a group that is not the last"
     LAST = "the last group"
@@ -88,8 +88,9 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each choice, [save counts]: whether no, some or all chunks save O and LSE,
-        likewise activations, and which more save. A class shares one bound of its cells' bytes."""
+        """Class of each choice, [save counts]: whether no, some or all chunks save O and LSE, the
+        same for activations, and which more save. Cells of a class share one bound of their
+        bytes."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -99,7 +100,7 @@ class SaveCounts:
 
     @cached_property
     def without_graphs(self) -> "SaveCounts":
-        """These choices without saved activations, for a last group of one layer: it saves none."""
+        """The same choices without saved activations: a last group of one layer saves none."""
         return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
@@ -152,9 +153,9 @@ class Acts:
 
 
 def acts(place: Role | Boundary, schedule: Schedule, cut: Cut = Cut.NONE) -> Acts:
-    """Return how often each instruction runs per chunk, in a layer of one role or at one boundary
-    between groups, if all saved tensors lie on the host. Where layers of this role differ, the
-    smallest number counts. `cut` says what runs before the backward begins."""
+    """Return how often each instruction runs per chunk, in a layer of one role or at one boundary,
+    if all saved tensors lie on the host. If layers of a role differ, the smallest number counts.
+    `cut` says what runs before the backward begins."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), cut)
 
 
@@ -181,7 +182,7 @@ Place = tuple[type[Role | Boundary], int]
 def _counted(
     switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], cut: Cut
 ) -> Counter[tuple[Place, Act, int]]:
-    """Count the instructions of a tiny program by layer or boundary, type and chunk."""
+    """Build a tiny program and count its instructions by (layer or boundary, type, chunk)."""
     schedule = Schedule(
         chunk=1,
         groups=_GROUPS,
@@ -304,8 +305,8 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: all of up to `EVERY`, else the first two, the middle one
-        and the last two, one of which needs the most if groups are even or shrink."""
+        """Groups whose memory is computed: all of a split of up to `EVERY`, else the first two,
+        middle and last two. If groups are even or shrink, one of these needs the most."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):

@@ -122,9 +122,9 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
-    """Return a question for each placement of states and weights that this one leaves open, in
-    sets. Those that move fewest bytes come first; later sets are tried only if no plan before
-    fits."""
+    """Return a question for each open placement (tiers of states and weights), in sets. A later set
+    is tried only if no plan of the earlier sets fits. Placements that move fewer bytes come
+    first."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory
@@ -156,10 +156,10 @@ def best_placed(
     plan_at: Callable[[Question], Plan],
     may_be_faster: Callable[[Question, Plan], bool] = lambda _, best: not best.fits,
 ) -> Plan:
-    """Return the best plan over all placements that the question leaves open. If plans fit, one
-    that moves more bytes wins only if it is faster by more than `search.TOLERANCE`; if none fits,
-    the plan that misses by the least wins. `plan_at` plans a placement; once a plan fits with its
-    margin, `may_be_faster` says whether another placement is worth planning."""
+    """Return the best plan over all placements that the question leaves open; `plan_at` plans one.
+    A placement that moves more bytes wins only if it is faster by more than `search.TOLERANCE`. If
+    no plan fits, the one that misses by the least wins. Once a plan fits with its margin,
+    `may_be_faster` says whether another placement is worth planning."""
     best: Plan | None = None
     for group in placements(question):
         for placed in group:
@@ -195,9 +195,9 @@ def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) 
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the best plan and all others. The best has the memory and time of its program with all
-    chunks and layers, or of a smaller program where that is exact enough. If it then does not fit,
-    or is slower than another plan, another is chosen."""
+    """Return the best plan and all others. The best is computed again, from its program of all
+    chunks and layers unless a smaller one is exact enough. If it then fits less well, or is slower
+    than another plan, another is chosen."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
@@ -362,8 +362,8 @@ def _best_at(question: Question, name: str, seconds: float, tokens: int) -> Plan
 def _in_time(
     plan: Plan, most: float, at: Callable[[int], Plan], tries: int, longest: int | None = None
 ) -> Plan | None:
-    """Return the plan with the longest context that fits and takes at most `most` seconds: `plan`
-    itself or `at(tokens)`, for contexts up to `longest` (by default that of `plan`)."""
+    """Return the plan with the longest context that fits and takes at most `most` seconds, or None.
+    `at` plans a context of up to `longest` tokens (by default the context of `plan`)."""
     longest = longest or plan.question.run.tokens
     best: Plan | None = None
     low = 0
@@ -394,7 +394,7 @@ def _tokens_in(question: Question, share: float, most: int, schedule: Schedule =
 
 
 def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
-    """Return changes with which some plan fits; if another strategy fits, only that change."""
+    """Return changes with which some plan fits; only `ANY_STRATEGY` if another strategy fits."""
     if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 
@@ -455,9 +455,9 @@ def _runs(schedule: Schedule, layout: Layout) -> bool:
 def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
-    """Search the whole space for plans faster than `others` that leave the margin, or only fit if
-    none can. Return the best plan and, if that is slower but takes fewer bytes, the fastest too. If
-    nothing is found, return the schedule of the least memory, which fits if any does."""
+    """Search the whole space for plans faster than `others` that leave the margin; if there are
+    none, for plans that only fit. Return the best and, if another is faster but takes more bytes,
+    that too. If none is found, return the schedule of the least memory, which fits if any does."""
     roomy = with_room(question)
     found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
     if roomy is not question and not any(plan.fits for plan in found):
@@ -610,7 +610,7 @@ def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
 
 def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
     """Return the best of these plans and of their copies with shorter chunks, then the fastest if
-    that is another plan. All are called `grouped`, whose space contains every strategy."""
+    it is another plan. All are named `grouped`, whose space contains every strategy."""
     known = [*plans, *_narrower(question, plans)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
@@ -652,8 +652,8 @@ def _sparse_of(question: Question) -> Sparse:
 
 
 def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
-    """Yield sparse forms of a dense schedule: with the chunk rounded up to whole pages; then also
-    with attention recomputed, not saved, which costs less than in dense attention."""
+    """Yield a dense schedule's sparse forms: one with the chunk rounded up to whole pages; and one
+    that also recomputes attention, which costs less than for dense attention."""
     form = schedule.with_sparse(sparse)
     yield form
     if schedule.attention_save_fraction and not schedule.activation_save_fraction:

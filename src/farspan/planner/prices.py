@@ -73,8 +73,8 @@ class TiledPrices:
         return seconds if self.cells.skips(i) else seconds + self._feed_forward(i)
 
     def again(self, i: Backward) -> float:
-        """Seconds that tiles add to a backward: the token-wise modules' forward once more, and for
-        each tile but one another pass over the sums of weight gradients."""
+        """Seconds that tiles add to a backward. Token-wise modules run their forward once more, and
+        each tile but one adds another pass over the sums of weight gradients."""
         if not self.cells.has_tiles(i):
             return 0.0
         work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
@@ -174,7 +174,7 @@ def rates_of(question: Question) -> Rates:
 
 @dataclass(slots=True)
 class _PriceRule:
-    """Pricing of one type of instruction, with the prices computed so far (`known`)."""
+    """Pricing rule for one type of instruction; `known` keeps the prices that it has computed."""
 
     decides: Callable[[Any], Hashable]  # instructions with equal keys cost the same
     price: Callable[[Any], Cost]

@@ -40,8 +40,8 @@ def remedies_of(
     tries: int = TRIES,
     seconds: Callable[[Question], float] = lambda _: 0.0,
 ) -> tuple[Remedy, ...]:
-    """Return changes to the question with which some plan fits, the cheapest first; empty if none
-    of the first `tries` changes helps. The first few have the `seconds` of their step."""
+    """Return changes to the question that make some plan fit, the cheapest first. Return none if
+    the first `tries` changes do not help. The first few also have the seconds of their step."""
     count = 0
     found: list[Remedy] = []
 

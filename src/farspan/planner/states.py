@@ -36,7 +36,7 @@ class Sharing:
     stages: int = 1  # of a pipeline, which also share the modules outside the layers
 
     def own(self, layers: int, outer: int) -> int:
-        """Return one device's share of `layers` in the layers and `outer` outside, in any unit."""
+        """Return a device's share of bytes or elements: `layers` in the layers, `outer` outside."""
         return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
@@ -44,8 +44,8 @@ class Sharing:
         return -(-size // self.tensor)
 
     def gathered(self, hidden_bytes: int) -> int:
-        """Return the bytes that a layer's graph saves of tokens gathered from other devices.
-        `hidden_bytes` is the size of the hidden states of this device's part of a chunk."""
+        """Return the bytes of other devices' tokens that a layer's graph saves. `hidden_bytes` is
+        the size of this device's hidden states of a chunk."""
         return BLOCKS * (self.tensor - 1) * hidden_bytes
 
 
@@ -122,7 +122,7 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
 
 
 def _packed(model: ModelSpec) -> int:
-    """Return how many bytes fewer the quantized weights take; every device has all of them."""
+    """Return the bytes that quantization saves; every device has all quantized weights."""
     return sum(layer.work.packed for layer in model.layers)
 
 
@@ -138,8 +138,8 @@ def _states_on_host(question: Question) -> States:
 
 def input_bytes(question: Question, tokens: int) -> int:
     """Return the bytes of a batch on a rank with `tokens` of the sequence. A loss of
-    log-probabilities adds, for the whole sequence: tokens once more, each token's answer, the
-    log-probabilities, inputs of the loss, its gradient, and the reference's log-probabilities."""
+    log-probabilities adds tensors for the whole sequence: tokens, each token's answer,
+    log-probabilities (the model's and the reference's), inputs of the loss, and its gradient."""
     batch, loss, model = question.run.batch, question.loss, question.model
     found = INPUT_BYTES * batch * tokens
     if not loss.is_cut:
@@ -168,8 +168,8 @@ def sharing_of(question: Question) -> Sharing:
 
 
 def _own(sharing: Sharing, elements: int, outer: int) -> int:
-    """Return one device's share of `elements`, of which `outer` lie outside the layers, where
-    tensor parallelism does not cut them."""
+    """Return one device's share of `elements`. Tensor parallelism does not cut those outside the
+    layers, `outer`."""
     return sharing.own(sharing.slice(elements - outer), outer)
 
 

@@ -72,7 +72,7 @@ class MetaTensor:
         return self.storage.memory
 
     def with_heads_first(self) -> bool:
-        """Return whether heads precede tokens in memory; False if there is only one of either."""
+        """Return whether heads precede tokens in memory; False for one head or one token."""
         return self.heads_first and min(self.shape[1:3]) > 1
 
 

@@ -19,13 +19,13 @@ Peak = tuple[Line, ...]  # lines of moments, each possibly the peak
 
 
 def at(line: Line, *tokens: int) -> int:
-    """Bytes that a linear function gives for counts of tokens, each summed over all sequences."""
+    """Return the bytes that a linear function (`line`) gives for token counts of all sequences."""
     constant, *slopes = line
     return ceil(constant + sum(a * b for a, b in zip(slopes, tokens, strict=True)) - 1e-6)
 
 
 def highest(peak: Peak, *tokens: int) -> int:
-    """Largest bytes that linear functions give for these counts of tokens; 0 if there are none."""
+    """Return the most bytes that any of these linear functions gives; 0 if there are none."""
     return max((at(line, *tokens) for line in peak), default=0)
 
 
@@ -49,9 +49,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class CellLines:
-    """Memory of a layer's cell, run in one way (see `form`). Bytes are linear functions (lines) of
-    the cell's tokens and, if token-wise modules run on tiles, of a tile's tokens. A backward's
-    lines include the graph."""
+    """Memory of a layer's cell when run in one way (see `form`). Bytes are linear functions (lines)
+    of the cell's tokens and, if modules run on tiles, of a tile's tokens. A backward's lines
+    include the graph."""
 
     asked: Peak  # until the cell calls attention, where a pass for K, V stops
     before: Peak  # until attention kernels run
@@ -291,7 +291,7 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Return the tensors whose gradient sums begin in the head (`by_head`) or the embedding."""
+        """Return which tensors' gradient sums the head begins (`by_head`), else the embedding."""
         pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
         return frozenset(name for name, is_head in pairs if is_head is by_head)
 

@@ -198,8 +198,8 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """Yield the blocks that end in moment `number`. Update `standing`, the blocks in use by
-        key: remove the ended blocks, and add the new ones."""
+        """Yield the blocks that end in moment `number`. In `standing` (blocks in use, by key)
+        replace them by those that begin."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -290,8 +290,8 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights; and one for the
-    extra memory of kernels: the plan's bytes for cells less those of the walk, `walked`."""
+    """Yield the blocks outside the arena that last all step, such as weights; and one for kernels'
+    extra memory: the plan's bytes for cells beyond `walked`, those that the walk counts."""
     sizes = {
         name: count
         for name, count in parts.items()

@@ -339,7 +339,7 @@ class Allocator:
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
-        """Let reuse of this memory, once freed, wait for the work queued on the stream by then."""
+        """Delay reuse of this memory until the work that is on the stream at its free is done."""
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:

@@ -130,7 +130,7 @@ class SimulatedOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one stream, for small or for large requests, by size, then address."""
+    """Free blocks of a stream for small or for large requests, sorted by size, then address."""
 
     small: bool
     stream: int
@@ -252,7 +252,8 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Remove and return the smallest sufficient free block; None if missing or refused."""
+        """Remove and return the smallest sufficient free block; None if none exists or is
+        allowed."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -260,8 +261,9 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids a request of `size` a free block of `fits` bytes.
-        Blocks at or above the limit serve only requests at or above it that leave little unused."""
+        """Return whether max_split_size forbids a free block of `fits` bytes for a request of
+        `size`. Blocks at or above the limit serve only requests at or above it that leave little
+        unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 

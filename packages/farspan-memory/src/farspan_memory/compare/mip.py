@@ -134,8 +134,8 @@ def place_by_mip(
 
 
 def _proved_units(bound: float | None, cap: int) -> int:
-    """Return a lower bound on the height, in units: the bound that the solver proved, less the
-    error that its tolerance allows in rows (constraints) and, times M_cap, in binary variables."""
+    """Return a lower bound on the height, in units: the solver's bound less the error that its
+    tolerance allows, in rows (constraints) and, M_cap times as much, in binary variables."""
     if bound is None or not math.isfinite(bound):
         return 0
     return math.ceil(bound - TOLERANCE * (2 + cap))
