@@ -98,7 +98,7 @@ class Longest:
         return {"max_context": tokens, "max_context_by_strategy": each, **more}
 
     def words(self) -> list[str]:
-        """Return a list of one line that says that no context fits; empty if some context fits."""
+        """Return, in a list, a line that says that no context fits; empty if some context fits."""
         if (plan := self.shortest) is None:
             return []
         in_time = f"has a step of at most {write_seconds(self.max_step)}"
@@ -322,9 +322,8 @@ class PlanCommand(TyperCommand):
     """Command that suggests its own options to users who type those of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments as typer does, and correct users: suggest farspan's option for another
-        tool's, the whole command for words without options; give a bare `--lora` the default
-        rank."""
+        """Parse arguments as typer does. Suggest farspan's option for another tool's, and the whole
+        command for words without options. A bare `--lora` gets the default rank."""
         given = []
         own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):

@@ -40,8 +40,8 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors, and the sizes of their second and third index,
-    `veiled` so that one compiled kernel serves all lengths."""
+    """Kernel argument: the number of vectors, and the sizes of their second and third index. All
+    are `veiled`, so that one compiled kernel serves all lengths."""
 
     rows: int
     second: int

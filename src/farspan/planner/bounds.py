@@ -364,8 +364,7 @@ class Peaks:
 
 
 def peaks(grid: ScheduleGrid) -> Peaks:
-    """Peak bytes per tier, [splits, save counts, tiers]. Cells count by their autograd graphs
-    only."""
+    """Peak bytes per tier, [splits, save counts, tiers]. Cells count only by autograd graphs."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _arena_peaks(grid))
@@ -432,8 +431,7 @@ def _backward_kv(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _kv_bytes(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
-    """Return bytes of a group's K, V, of its dK, dV, and of lower groups' K, V, [groups, 1]
-    each."""
+    """Bytes of a group's K, V, of its dK, dV, and of lower groups' K, V, [groups, 1] each."""
     sums, groups = grid.cell_prices.sums, grid.splits.groups
     own = sums.kv[groups.stop] - sums.kv[groups.first]
     gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
@@ -516,10 +514,9 @@ def momentary(grid: ScheduleGrid) -> Array:
 
 
 def _graphs_and_gradients(grid: ScheduleGrid) -> Array:
-    """Peak bytes of autograd graphs and gradients, which lie outside the arenas, [splits, save
-    counts]. The peak is at one of two times: early in the backward, with graphs of the largest
-    group and only the gradients of earlier batches; or in the last chunk of the group of the first
-    layers, when all layers have gradients."""
+    """Peak bytes of autograd graphs and gradients, outside the arenas, [splits, save counts]. The
+    peak is early in the backward, with graphs of the largest group and only gradients of earlier
+    batches; or in the first group's last chunk, when all layers have gradients."""
     cell_prices = grid.cell_prices
     gradients = np.array([[float(states.gradients)] for states in grid.splits.split_states])
     there = grid.splits.gradients
@@ -572,8 +569,8 @@ def _cell_slots(grid: ScheduleGrid) -> Array:
 
 
 def _attention_slots(grid: ScheduleGrid) -> Array:
-    """Return the number of staging slots for O and LSE, [splits, save counts]: one more than the
-    layers of the largest group, but no more than the copies that a step makes."""
+    """Return the number of staging slots for O and LSE, [splits, save counts]: the layers of the
+    largest group plus one, but at most one for each copy of a step."""
     widest = np.maximum(grid.splits.last, grid.splits.widest_earlier)
     if grid.splits.kind.is_stage:
         widest = np.full_like(widest, grid.splits.kind.widest)

@@ -100,8 +100,8 @@ class Collectives:
     # -- one kind each ---------------------------------------------------------------------------
 
     def _exchange(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
-        """Seconds of the all-to-alls around attention that attention does not hide; `into` and
-        `out` are the elements per token that are exchanged before and after attention."""
+        """Seconds of the all-to-alls around attention that attention does not hide. `into` and
+        `out`: elements per token that are exchanged before and after attention."""
         if self.question.layout.ulysses == 1:
             return 0.0
         later = (pieces - 1) * self.question.machine.latency  # each piece has its own latency

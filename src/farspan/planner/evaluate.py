@@ -176,8 +176,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return the different mixes of ranks that machines have, as the number of ranks of each
-    kind."""
+    """Return the different mixes of ranks on a machine, as numbers of ranks of each kind."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -247,7 +246,7 @@ DENSE = Schedule()
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """One kind of rank with its program and the bytes that its cells allocate briefly."""
+    """Program of one kind of rank, with the bytes that its cells allocate briefly."""
 
     kind: RankKind
     program: Program
@@ -533,13 +532,13 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     """Return the seconds of one step with its update on the program's rank. Copies overlap with
     computation if `Question.overlap` says so; for `simulated` see `run_time`."""
     beside = update_overlaps(question)
-    line, sent = _line(question, program, beside=beside, simulated=simulated)
+    line, sent = _timeline(question, program, beside=beside, simulated=simulated)
     groups = [program.groups[group] for group in program.own_groups()]
     layers = groups[0][0], groups[-1][1]
     update = update_seconds(replace(question, model=stage_model(question.model, layers)))
     if question.loss.evaluates:
         reference = _reference(question, program)
-        forward, more = _line(question, reference, beside=False, simulated=simulated)
+        forward, more = _timeline(question, reference, beside=False, simulated=simulated)
         line, sent = line.before(forward), sent + more
     exposed = min(line.waited, update) if beside else update
     return Seconds(
@@ -555,7 +554,7 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     )
 
 
-def _line(
+def _timeline(
     question: Question, program: Program, *, beside: bool, simulated: bool
 ) -> tuple[Timeline, float]:
     """Return a program's timeline, with waits between pipeline stages, and seconds of messages."""
@@ -594,8 +593,8 @@ def _bound(line: Timeline) -> str:
 
 
 def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
-    """FLOP of a step that MFU counts: three times a forward's, or twice for frozen weights, without
-    recomputation or embeddings. Attention counts keys that a query sees (half if causal)."""
+    """Return the FLOP of a step that MFU counts: three forwards, or two for frozen weights; no
+    recomputation, no embeddings. Attention counts only keys that a query sees (half if causal)."""
     model, run = question.model, question.run
     tokens = run.batch * run.tokens
     head = 3.0 if model.outer_trainable() else 2.0

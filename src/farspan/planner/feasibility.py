@@ -118,8 +118,8 @@ def fullest(grids: RankGrids, devices: Array) -> Array:
 
 
 def together(grids: RankGrids, sizes: Array) -> Array:
-    """Return the memory in use on the fullest machine, divided by its number of ranks; `sizes` is
-    [kinds, ...], the bytes of one rank of each kind."""
+    """Return a rank's mean memory on the machine whose memory is the fullest; `sizes` [kinds, ...]
+    are the bytes of one rank of each kind."""
     if len(grids) == 1:
         return np.asarray(sizes[0])
     question, kinds = grids[0].cell_prices.question, [grid.splits.kind for grid in grids]
@@ -202,7 +202,7 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes left on a device and in its share of main memory; negative if the schedule is too
+    """Bytes left on a device and in its share of host memory; negative if the schedule is too
     big."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left

@@ -1,4 +1,4 @@
-"""Count the work and traffic of many schedules at once, by splits into groups and chunks saved.
+"""Count the work and copies of many schedules at once, for all splits and save counts.
 
 A layer has one of six roles (`Role`): the top layer of its group or a layer below, in the last
 group, in an earlier one, or in a pipeline stage that is not the last. The role decides which
@@ -89,8 +89,7 @@ class SaveCounts:
     @cached_property
     def alike(self) -> NDArray[np.int64]:
         """Class of each choice, [save counts]: whether no, some or all chunks save O and LSE, the
-        same for activations, and which more save. Cells of a class share one bound of their
-        bytes."""
+        same for activations, and which more save. A class shares one bound of its cells' bytes."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -378,9 +377,9 @@ class GroupSplits:
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
-        """Return the bytes of a group's autograd graphs, for the group that has the most and for
-        the first group, [splits, 1] each. `saved` [layers] are the bytes of each layer; with
-        `one_layer` only the largest layer of a group counts."""
+        """Return the bytes of a group's autograd graphs, [splits, 1] each: of the group that has
+        the most, and of the first group. `saved` [layers] are each layer's bytes; with `one_layer`
+        only a group's largest layer counts."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

@@ -111,7 +111,8 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """Seconds of choosing pages: a score per query, head and key; superpage keys count half."""
+        """Seconds of choosing pages: a score per query, head and key; superpages' keys count
+        half."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
@@ -514,8 +515,8 @@ class Prices:
         return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
 
     def _begin(self, size: int) -> float:
-        """Return the seconds of preparing sums of gradients: one device fetches those of earlier
-        batches, else they are zeroed (several ranks add earlier batches after the backward)."""
+        """Return the seconds of preparing sums of gradients. One device fetches those of earlier
+        batches; several ranks zero them, and add earlier batches after the backward."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 

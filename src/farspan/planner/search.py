@@ -439,7 +439,7 @@ class Outcome:
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """Largest fraction by which a plan is slower than an optimum of at least `lowest` seconds."""
+    """Largest fraction by which a plan is slower than the optimum, of `lowest` seconds or more."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1
@@ -535,8 +535,8 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort) -> Plan:
-    """Return `plan` with the largest of `sizes` as `field` that fits and saves time, else as it
-    is."""
+    """Return `plan` with the largest of `sizes` as `field` that fits and saves time, or
+    unchanged."""
     for tokens in reversed(_worth_having(plan, field, sizes)):
         if effort.is_spent:
             break

@@ -106,9 +106,9 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
     if question.layout.cuts_weights():  # ranks of all stages share the modules outside the layers
         whole += outer
     needs_sum = sharing.apart or final < wide
-    own = _own(sharing, model.trainable, outer_trained)
+    own = _own_elements(sharing, model.trainable, outer_trained)
     on_device, on_host = _optimizer_bytes(question, own)
-    weights = _own(sharing, model.parameters, outer) * model.element_bytes - _packed(model)
+    weights = _own_elements(sharing, model.parameters, outer) * model.element_bytes - _packed(model)
     return States(
         weights=weights * (not away),
         gathered=whole * model.element_bytes,
@@ -167,7 +167,7 @@ def sharing_of(question: Question) -> Sharing:
     return Sharing(fsdp_ranks(question), layout.tensor, layout.devices() > 1, stages)
 
 
-def _own(sharing: Sharing, elements: int, outer: int) -> int:
+def _own_elements(sharing: Sharing, elements: int, outer: int) -> int:
     """Return one device's share of `elements`. Tensor parallelism does not cut those outside the
     layers, `outer`."""
     return sharing.own(sharing.slice(elements - outer), outer)
@@ -200,7 +200,7 @@ def update_seconds(question: Question) -> float:
     model, machine = question.model, question.machine
     if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0
-    trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
+    trained = _own_elements(sharing_of(question), model.trainable, model.outer_trainable())
     final, element = gradient_bytes(question), model.element_bytes
     on_host = question.weights is Tier.HOST
     if question.optimizer in (Optimizer.HOST, Optimizer.DISK) and not on_host:
@@ -221,7 +221,7 @@ def drive_bytes(question: Question) -> int:
     if question.optimizer is not Optimizer.DISK:
         return 0
     model = question.model
-    trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
+    trained = _own_elements(sharing_of(question), model.trainable, model.outer_trainable())
     return trained * _state_bytes(model)
 
 

@@ -325,7 +325,7 @@ def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
 
 
 def _waited(prices: Prices, costs: list[Cost], alone: float) -> float:
-    """Return the seconds added to a step that waits for its weights to be updated."""
+    """Return the seconds that waiting for the update of weights adds to a step."""
     return max(0.0, _Clock(prices, costs, updated=prices.updated()).run() - alone)
 
 

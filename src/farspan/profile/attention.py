@@ -216,7 +216,7 @@ def _sink_gradient(
 
 
 class _Sum:
-    """Sum of partial results. If the first has the full shape, it becomes the sum uncopied."""
+    """Sum of partial results; the first becomes the sum, without a copy, if its shape is full."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width

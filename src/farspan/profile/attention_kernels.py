@@ -57,7 +57,7 @@ class Storage:
 
 
 class MetaTensor:
-    """View of a storage, without data. `whole`: all tokens and elements of a head are in it."""
+    """View of a storage, without data; `whole` if it has all tokens and elements of a head."""
 
     __slots__ = ("heads_first", "shape", "storage", "whole", "width")
 
@@ -210,7 +210,7 @@ def _cut(x: MetaTensor, elements: int) -> MetaTensor:
 
 
 def visible(memory: Memory, block: Block) -> MetaTensor:
-    """Return which keys each query sees, bool [Sq queries, Sk keys], from int64 distances."""
+    """Return a mask [queries, keys] of the keys that each query sees, made from int64 distances."""
     _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
     del keys

@@ -149,7 +149,7 @@ def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile
 
 
 def _unpacking(kind: KindProfile, more: int) -> KindProfile:
-    """Return a layer kind's profile with `more` bytes throughout a cell except during attention."""
+    """Return a layer kind's profile with `more` bytes in its cells, except during attention."""
     cells = {name: _raised(lines, more) for name, lines in kind.cells.items()}
     return replace(kind, cells=cells)
 

@@ -209,7 +209,7 @@ def fullest_choice_bytes(far: Far) -> int:
 
 
 def _refining_bytes(far: Far, dim: int) -> int:
-    """Bytes of choosing pages within the superpages ranked first; keys have `dim` elements."""
+    """Bytes of choosing pages within the superpages ranked first; mean keys have `dim` elements."""
     wide, rows = far.wide, far.batch * far.kv_heads
     columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
     row = rows * means * (dim + FarRow.of(far).queries)

@@ -245,8 +245,8 @@ class ProfiledCells:
 
 
 def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
-    """Return the memory of a cell, run as `kind` says. If that way was not measured, return the
-    nearest that was: some layers cannot run on tiles, or have no product to skip as unread."""
+    """Return the memory of a cell, run as `kind` says or, if that way was not measured, in the
+    nearest way: some layers cannot run on tiles, or have no product to skip as unread."""
     named = form(
         graph=kind.graph,
         kept=kind.kept,

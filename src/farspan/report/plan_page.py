@@ -277,7 +277,7 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
     """Return one memory's bytes by cause for the page's chart, the lowest in the chart first. A
     constant cause has its bytes. A varying one has a value per frame, in units of `unit` bytes, at
     the moment of the frame at which the memory is fullest."""
-    varying = _of_buffers(program, tier, at)
+    varying = _buffer_bytes(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
     for name, size in budget.parts.items():
@@ -289,7 +289,7 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
     return {"limit": budget.limit, "total": budget.total, "unit": unit, "causes": causes}
 
 
-def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
+def _buffer_bytes(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
     """Return, by cause, the bytes of live buffers in each frame, at the instruction of the frame at
     which all buffers together need the most."""
     live: dict[str, int] = defaultdict(int)

@@ -72,8 +72,8 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Return a snapshot of the planned step, for the rank with the fullest device; and a note
-    for the user if each point in time of the snapshot stands for several instructions, else ""."""
+    """Return a snapshot of the planned step, for the rank with the fullest device; and a note for
+    the user that each point in time stands for several instructions, or "" if it does not."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -86,7 +86,7 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
     devices = []
     for tier, of_tier in zip((Tier.DEVICE, Tier.HOST), parts, strict=True):
         buffers = _arena(program, tier, moments)
-        states = list(_states(program, tier, of_tier, cells.most))
+        states = list(_lasting_blocks(program, tier, of_tier, cells.most))
         rest = states + (transients if tier is Tier.DEVICE else [])
         if buffers or rest:
             devices.append(_SnapshotDevice(buffers, rest, program.arena_bytes[tier]))
@@ -287,7 +287,7 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
         yield MemoryBlock(stop - start, born, NEVER, UNUSED, frames, start)
 
 
-def _states(
+def _lasting_blocks(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
     """Yield the blocks outside the arena that last all step, such as weights; and one for kernels'

@@ -45,7 +45,7 @@ class Backend(IntEnum):
 
 
 class Policy(IntFlag):
-    """Switches of the stitching allocator, which the C header describes."""
+    """Switches of the stitching allocator; the C header describes each."""
 
     PAPER = 0
     LAZY = 1
@@ -160,7 +160,7 @@ class Statistics:
 
 
 class NativeEvent(NamedTuple):
-    """A recorded event: a malloc, a free of the malloc with the same id, or mark number `size`."""
+    """A recorded event: a malloc, a free (with the malloc's id), or a mark (number `size`)."""
 
     kind: EventKind
     id: int
@@ -379,7 +379,7 @@ class Allocator:
             start += n
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
-        """Follow these rows of a plan from the next iteration on (none: no plan). Raises
+        """Follow these rows of a plan (none: no plan) from the next iteration on. Raises
         NativeError for a row beyond the arena, NativeOutOfMemory for an arena beyond the
         capacity."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
