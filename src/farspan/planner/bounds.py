@@ -364,7 +364,8 @@ class Peaks:
 
 
 def peaks(grid: ScheduleGrid) -> Peaks:
-    """Peak bytes per tier, [splits, save counts, tiers]. Cells count only by autograd graphs."""
+    """Return the peak bytes per tier, [splits, save counts, tiers]. Of the memory inside cells only
+    autograd graphs are counted."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _arena_peaks(grid))

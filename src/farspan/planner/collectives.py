@@ -126,7 +126,7 @@ class Collectives:
         return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
 
     def _shards(self, tokens: int, *rows: int) -> float:
-        """Seconds of collectives over the shards; each entry of `rows` is one's bytes per token."""
+        """Seconds of collectives over the shards, one for each of `rows`, its bytes per token."""
         layout = self.question.layout
         size = self._batch() * tokens * layout.shards
         stride = layout.tensor * layout.ulysses

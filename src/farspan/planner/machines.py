@@ -247,7 +247,7 @@ def _hint(name: str, words: tuple[str, ...], memory: int | None, matches: list[s
 
 
 def _is_within(known: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Return whether the words of a GPU's name all occur among `words` and include a number."""
+    """Return whether all words of a GPU's name, with a number among them, occur in `words`."""
     return set(known) <= set(words) and any(map(str.isdecimal, known))
 
 

@@ -48,7 +48,7 @@ class Role(IntEnum):
 
 
 class Boundary(Enum):
-    """Place where hidden states leave a group, named by their reader (group, stage or head)."""
+    """Place where hidden states leave a group, named by what reads them (group, stage, head)."""
 
     EARLIER = "a group that is not the last"
     LAST = "the last group"
@@ -78,8 +78,8 @@ class SaveCounts:
 
     @cached_property
     def cases(self) -> NDArray[np.int64]:
-        """What the chunks of each span save, [save counts, spans], as a code: 4 for O and LSE, plus
-        2 for activations, plus 1 for the last chunk."""
+        """Code of what the chunks of each span save, [save counts, spans]: 4 for O and LSE, plus 2
+        for activations, plus 1 for the last chunk."""
         chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
         return np.asarray(

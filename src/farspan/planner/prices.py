@@ -515,8 +515,8 @@ class Prices:
         return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
 
     def _begin(self, size: int) -> float:
-        """Return the seconds of preparing sums of gradients. One device fetches those of earlier
-        batches; several ranks zero them, and add earlier batches after the backward."""
+        """Return the seconds of preparing sums of gradients: one device fetches those of earlier
+        batches, if any; else they are zeroed (ranks add earlier batches after the backward)."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 

@@ -210,7 +210,7 @@ def _memory(question: Question) -> Changes:
 
 
 def _at_least(size: int) -> tuple[str, int]:
-    """Return a size, rounded up, as text for an option and as bytes."""
+    """Return a size rounded up: as text for an option, and as bytes."""
     unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
     count = -(-size // unit)
     return f"{count}{name}", count * unit

@@ -112,7 +112,7 @@ class SearchEffort:
 class Frontier:
     """Schedules of one grid that are not simulated yet. `bound` is a lower bound of the seconds of
     all schedules, `lowest` of those not simulated. `open` lists the schedules; most grids never
-    need it, since `settle` drops what cannot fit and so raises `bound` above the best plan."""
+    need it: `settle` drops what cannot fit, and `bound` then exceeds the best plan's seconds."""
 
     def __init__(
         self,
@@ -270,8 +270,7 @@ class _Queue:
 
 
 class TransientCache:
-    """Cache of the bytes that cells allocate briefly, one number per kind of schedules (equal
-    split, chunks that save alike)."""
+    """Cache of briefly allocated bytes of cells, per kind of schedules (equal split and saves)."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
@@ -439,7 +438,7 @@ class Outcome:
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """Largest fraction by which a plan is slower than the optimum, of `lowest` seconds or more."""
+    """Largest fraction by which a plan is slower than the optimum (at least `lowest` seconds)."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1

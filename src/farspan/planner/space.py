@@ -170,7 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """Return the largest groups, of a layer or more, that take up to `level` bytes each."""
+        """Return the largest group sizes, from 1 layer, that take up to `level` bytes each."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})

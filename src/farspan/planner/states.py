@@ -168,8 +168,7 @@ def sharing_of(question: Question) -> Sharing:
 
 
 def _own_elements(sharing: Sharing, elements: int, outer: int) -> int:
-    """Return one device's share of `elements`. Tensor parallelism does not cut those outside the
-    layers, `outer`."""
+    """Return a device's share of `elements`; tensor parallelism does not cut `outer` of them."""
     return sharing.own(sharing.slice(elements - outer), outer)
 
 

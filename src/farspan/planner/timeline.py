@@ -317,7 +317,7 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
 
 def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
     """Return a step's seconds without the update, and the seconds that an update `beside` it adds.
-    Of the program's layers, those of a `fold`, each is timed once and multiplied by the layers it
+    The program has the layers of a `fold`: each is timed once and multiplied by the layers it
     stands for, which is exact if these keep the queues busy in the same way."""
     costs = _costs(prices)
     alone = _Clock(prices, costs).run()

@@ -216,7 +216,7 @@ def _sink_gradient(
 
 
 class _Sum:
-    """Sum of partial results; the first becomes the sum, without a copy, if its shape is full."""
+    """Sum of partial results; the first becomes the sum, uncopied, if it has the full shape."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width

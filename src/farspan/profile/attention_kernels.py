@@ -210,7 +210,7 @@ def _cut(x: MetaTensor, elements: int) -> MetaTensor:
 
 
 def visible(memory: Memory, block: Block) -> MetaTensor:
-    """Return a mask [queries, keys] of the keys that each query sees, made from int64 distances."""
+    """Return a bool mask [queries, keys] of keys that each query sees, from int64 distances."""
     _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
     del keys

@@ -97,7 +97,7 @@ def form(
 
 @dataclass(frozen=True, slots=True)
 class OuterProfile:
-    """Memory outside the layers; the head's is linear in the tokens of a chunk and a loss piece."""
+    """Memory outside the layers; the head's is linear in tokens of a chunk and of a loss piece."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
     by_head: tuple[bool, ...]  # whether the head begins their sums, not the embedding's backward
@@ -291,7 +291,7 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Return which tensors' gradient sums the head begins (`by_head`), else the embedding."""
+        """Return which gradient sums begin in the head or, if not `by_head`, in the embedding."""
         pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
         return frozenset(name for name, is_head in pairs if is_head is by_head)
 

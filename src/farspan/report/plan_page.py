@@ -290,8 +290,7 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
 
 
 def _buffer_bytes(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return, by cause, the bytes of live buffers in each frame, at the instruction of the frame at
-    which all buffers together need the most."""
+    """Return, by cause, the bytes of live buffers at the fullest instruction of each frame."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
