@@ -204,7 +204,7 @@ PLAIN |= {
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Error handler for `codecs` that replaces characters an encoding lacks by similar ASCII."""
+    """Error handler for `codecs`: replace characters that an encoding lacks by similar ASCII."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]

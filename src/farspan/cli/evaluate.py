@@ -311,8 +311,8 @@ def evaluate_text(
     tell: Tell = lambda *_: None,
 ) -> TextEvaluation:
     """Evaluate documents, given as (name, text), each up to `context` tokens. After each cell
-    `tell` is called with a label, the index of the current sequence or needle (from 0), how many
-    there are, and the model's progress. Raises UnsupportedError if there is no token to predict."""
+    `tell` is called with a label, the index of the current sequence or needle (from 0), their
+    number, and the model's progress. Raises UnsupportedError if there is no token to predict."""
     rows = tokenizer.encode([text for _, text in texts])
     cut = sum(len(row) > context for row in rows)
     rows = [row[:context] for row in rows]

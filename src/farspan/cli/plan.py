@@ -98,7 +98,7 @@ class Longest:
         return {"max_context": tokens, "max_context_by_strategy": each, **more}
 
     def words(self) -> list[str]:
-        """Return a list of one line that says that no context fits; empty if some context fits."""
+        """Return, in a list, a line that says that no context fits; empty if some context fits."""
         if (plan := self.shortest) is None:
             return []
         in_time = f"has a step of at most {write_seconds(self.max_step)}"
@@ -322,8 +322,8 @@ class PlanCommand(TyperCommand):
     """Command that suggests its own options to users who type those of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments as typer does. For another tool's option, suggest farspan's; for words
-        without options, the whole command; for a bare `--lora`, use the default rank."""
+        """Parse arguments as typer does. Suggest farspan's option for another tool's, and the whole
+        command for words without options. A bare `--lora` gets the default rank."""
         given = []
         own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):
@@ -359,8 +359,8 @@ NEAR = 0.75  # similarity of a mistyped option, above that of merely similar wor
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """Return a command line that gives each of the words `others`, which the user typed without an
-    option, after an option that suits it: `farspan plan qwen3 1M` lacks --model and --context."""
+    """Return a corrected command line: each of `others`, the words typed without an option, follows
+    an option that suits it. For `farspan plan qwen3 1M` these are --model and --context."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]

@@ -283,8 +283,8 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
 
 
 def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:
-    """Return the run with this sparse attention (None: dense), which keeps the run's `warn_below`
-    (warn if a smaller share of attention is visible); and a note about dropped values, or None."""
+    """Return the run with this sparse attention (None: dense), and a note about dropped values, or
+    None. The run keeps `warn_below`: it warns if a smaller share of attention is visible."""
     before, note = run.sparse, None
     if sparse is None:
         if before is not None:

@@ -185,7 +185,7 @@ def index_command(
 def compared(
     attention: SparseConfig | None, text: str | None, context: int, documents: int
 ) -> SparseConfig:
-    """Return the sparse attention whose selectors and budgets to compare: the given one, or one
+    """Return the sparse attention whose selectors and budgets are compared: the given one, else one
     that always shows the last eighth of the context (of 32K: 4,096 tokens, as by default). Raises
     UnsupportedError for `documents` above 1, or for dense attention with a text."""
     if documents > 1:

@@ -301,9 +301,9 @@ def compare_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Compare selectors and budgets of sparse attention on texts. Print the notes, the attention
-    mass of each (the sum of dense attention's softmax weights over the tokens that it leaves
-    visible), and advice. Raises UnsupportedError, for example if the texts are too short."""
+    """Compare selectors and budgets of sparse attention on texts. Print the notes, each one's
+    attention mass (the sum of dense attention's softmax weights over visible tokens), and advice.
+    Raises UnsupportedError, for example if the texts are too short."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
     index = index_of(attention)

@@ -40,8 +40,8 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Kernel argument: the number of vectors, and the sizes of their second and third index,
-    `veiled` so that one compiled kernel serves all lengths."""
+    """Kernel argument: the number of vectors, and the sizes of their second and third index. All
+    are `veiled`, so that one compiled kernel serves all lengths."""
 
     rows: int
     second: int
@@ -135,9 +135,9 @@ def heads_of(x: Tensor) -> Heads:
 
 
 def veiled(size: int) -> int:
-    """Encode an integer as 16 size + 2, which kernels decode, so that one compiled kernel serves
-    chunks of all lengths: Triton compiles again for integers that are 1 and for multiples of 16 (in
-    tuples despite `do_not_specialize`), and the code is never one of these."""
+    """Encode an integer as 16 size + 2, which kernels decode. Triton compiles again for integers
+    that are 1 and for multiples of 16 (in tuples despite `do_not_specialize`); the code is neither,
+    so one compiled kernel serves chunks of all lengths."""
     return 16 * size + 2
 
 

@@ -220,8 +220,8 @@ def swiglu_backward(
 def swiglu_again(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `swiglu`'s result and the gradients of gate and up, all contiguous, for a backward
-    that needs the result again; this writes one tensor more than `swiglu_backward`."""
+    """Return `swiglu`'s result and the gradients of gate and up, all contiguous. It is for a
+    backward that needs the result again, and writes one tensor more than `swiglu_backward`."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)

@@ -44,15 +44,15 @@ def _indices(row, sizes):
 
 @triton.jit
 def row_offsets(x, row, sizes):
-    """Return the offsets, in elements, of a tensor's vectors with the numbers `row` [n]."""
+    """Return the offsets, in elements, of the vectors with the numbers `row` [n] in tensor `x`."""
     i = _indices(row, sizes)
     return i[0] * x.first + i[1] * x.second + i[2] * x.third
 
 
 @triton.jit
 def number_offsets(x, row, sizes):
-    """Return the offsets, in elements, of the numbers `row` [n] in a tensor with one number per
-    vector, whose strides `launch.veiled` has encoded."""
+    """Return the offsets, in elements, of the entries with the numbers `row` [n] in tensor `x`,
+    which has one entry per vector. `launch.veiled` has encoded its strides."""
     i = _indices(row, sizes)
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 

@@ -49,8 +49,8 @@ ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], d
 
 
 def spread(free: Array, counted: Array) -> Array:
-    """Sum `free` [..., 3, save counts] over x, attention and activations for each choice of tiers,
-    without those that `counted` [tiers, 3] marks with 0: [..., save counts, tiers]."""
+    """For each choice of tiers, add up the entries of `free` [..., 3, save counts] (x, attention,
+    activations) for which `counted` [tiers, 3] is 1. Return [..., save counts, tiers]."""
     return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
 
 
@@ -71,8 +71,8 @@ class ScheduleGrid:
 
     @cached_property
     def lanes(self) -> tuple[Array, Array]:
-        """Seconds of a step without update on 5 queues, [splits, 5, save counts], and of fetching
-        and evicting x, attention, activations if on the host, [splits, 2, 3, save counts]."""
+        """Seconds of a step without update, by queue, [splits, 5, save counts]; and of fetching and
+        of evicting x, attention, activations that lie on the host, [splits, 2, 3, save counts]."""
         return _lane_seconds(self)
 
     @cached_property
@@ -82,7 +82,7 @@ class ScheduleGrid:
 
     @property
     def cut(self) -> Cut:
-        """Return which part of the forward all chunks must complete before the backward begins."""
+        """Return the point of the forward that all chunks must reach before the backward begins."""
         question = self.cell_prices.question
         return question.model.cut(question.loss)
 
@@ -113,8 +113,8 @@ class ScheduleGrid:
         return np.asarray(saves * self.splits.inner * row)
 
     def saved_cell_bytes(self, spec: LayerSpec, role: Role) -> Array:
-        """Return the bytes that one cell saves as activations, [save counts]. They include O and
-        LSE unless all chunks that save activations have both in a buffer for attention outputs."""
+        """Return the bytes that one cell saves as activations, [save counts]. These include O and
+        LSE, unless all chunks that save activations have both in a separate buffer."""
         outside = (self.saves.attention >= self.saves.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -125,12 +125,12 @@ RankGrids = tuple[ScheduleGrid, ...]  # the same schedules on every kind of rank
 
 
 def grid_of(question: Question, schedule: Schedule) -> ScheduleGrid:
-    """Return the grid (`ScheduleGrid`) of a schedule with all tiers, on the rank with the head."""
+    """Return the grid of a schedule and its variants on other tiers, for the rank with the head."""
     return rank_grids(question, schedule)[-1]
 
 
 def rank_grids(question: Question, schedule: Schedule) -> RankGrids:
-    """Return the grid (`ScheduleGrid`) of a schedule with all tiers, for each kind of rank."""
+    """Return the grids of a schedule and its variants on other tiers, one for each kind of rank."""
     found, like = list[ScheduleGrid](), None
     for kind in kinds_of(question, schedule):
         like = CellPrices(question, schedule, kind, like)
@@ -208,8 +208,8 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
-    """Seconds of a layer per step on compute, fetch, evict, collective and host, [5, save counts];
-    bytes of x, O with LSE and activations fetched and evicted, [2, 3, save counts]. Cached."""
+    """Return a layer's seconds per step on the five queues, [5, save counts], and the bytes that it
+    fetches and evicts of x, attention (O, LSE) and activations, [2, 3, save counts]. Cached."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, grid.cut), grid.cell_prices.known
     if (part, found) not in known:
@@ -244,8 +244,8 @@ class _LayerCounts:
         return work, moved
 
     def _cells(self) -> Array:
-        """Seconds per step that the layer's cells, and copies within the device, keep each queue
-        (compute, fetch, evict, collective, host) busy, [5, save counts]."""
+        """Return the layer's seconds per step on each queue (compute, fetch, evict, collective,
+        host), with copies within the device, [5, save counts]."""
         cell_prices, spec, choices = self.grid.cell_prices, self.spec, self.choices
         lanes, compute = cell_prices.lanes, self.acts.of(COMPUTES, choices)
         work = lanes.forward[spec].total(compute, choices)
@@ -293,8 +293,8 @@ def _reference_seconds(grid: ScheduleGrid) -> Array:
 
 
 def _reference_x(grid: ScheduleGrid) -> Array:
-    """Return the bytes of x that the reference model's forward copies between groups or pipeline
-    stages, [splits, 2, 3]: fetch and evict; x, attention and activations."""
+    """Return the bytes that the reference model's forward fetches and evicts, [splits, 2, 3]. Of x,
+    attention and activations only x is copied, between groups or pipeline stages."""
     cell_prices, kind, counts = grid.cell_prices, grid.splits.kind, grid.splits.counts[:, 0]
     moved = np.zeros((len(counts), LINK, len(Tier) + 1))
     moved[:, :, 0] = (cell_prices.x_row() * cell_prices.tokens * (counts - 1))[:, None]
@@ -304,8 +304,8 @@ def _reference_x(grid: ScheduleGrid) -> Array:
 
 
 def _boundary_bytes(grid: ScheduleGrid) -> Array:
-    """Bytes copied between tiers per step, [splits, 2, 3, save counts] (fetch, evict; x, attention,
-    activations): x with its gradient at boundaries; layer inputs in saved cells, as activations."""
+    """Return bytes fetched and evicted per step, [splits, 2, 3, save counts]: as x, hidden states
+    and gradients at boundaries; as attention, 0; as activations, layer inputs in saved cells."""
     cell_prices, groups, kind = grid.cell_prices, grid.splits.counts, grid.splits.kind
     if kind.is_stage:
         above = Boundary.LAST_STAGE if kind.is_last else Boundary.STAGE
@@ -326,7 +326,7 @@ def _boundary_bytes(grid: ScheduleGrid) -> Array:
 
 
 def _at_boundary(grid: ScheduleGrid, boundary: Boundary, act: Act, values: Array) -> Array:
-    """Sum `values` [chunks], each times `act`'s runs at a boundary, [splits, save counts]."""
+    """Return the sum over chunks of value * runs of `act` at a boundary, [splits, save counts]."""
     found = acts(boundary, grid.schedule, grid.cut)
 
     def total(choices: SaveCounts) -> Array:
@@ -364,7 +364,8 @@ class Peaks:
 
 
 def peaks(grid: ScheduleGrid) -> Peaks:
-    """Peak bytes per tier, [splits, save counts, tiers]; in cells only autograd graphs count."""
+    """Return the peak bytes per tier, [splits, save counts, tiers]. Of the memory inside cells only
+    autograd graphs are counted."""
     s, once = grid.schedule, grid.cell_prices.once
     key = "peaks", grid.splits, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _arena_peaks(grid))
@@ -374,8 +375,8 @@ def peaks(grid: ScheduleGrid) -> Peaks:
 
 
 def least(grid: ScheduleGrid) -> Peaks:
-    """Lower bound of the peak bytes, for any saved tensors on any tiers: device [splits, save
-    counts, 1], host [splits, 1, 1]. It counts neither saved tensors nor staging slots."""
+    """Lower bound of the peak bytes, whatever is saved and on whatever tier: device [splits, save
+    counts, 1], host [splits, 1, 1]. Saved tensors and staging slots are not counted."""
     phases = zip(_forward_kv(grid), _backward_kv(grid), strict=True)
     device, host = (_fullest_group(grid, np.maximum(*pair)) for pair in phases)
     return Peaks(device + fixed(grid), host + grid.splits.on_host)
@@ -431,7 +432,7 @@ def _backward_kv(grid: ScheduleGrid) -> tuple[Array, Array]:
 
 
 def _kv_bytes(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
-    """Bytes of a group's K, V, of its dK, dV, and of K, V of the groups below, [groups, 1] each."""
+    """Bytes of a group's K, V, of its dK, dV, and of lower groups' K, V, [groups, 1] each."""
     sums, groups = grid.cell_prices.sums, grid.splits.groups
     own = sums.kv[groups.stop] - sums.kv[groups.first]
     gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
@@ -439,8 +440,8 @@ def _kv_bytes(grid: ScheduleGrid) -> tuple[Array, Array, Array]:
 
 
 def _by_tier(grid: ScheduleGrid, size: Array, waiting: Array) -> tuple[Array, Array]:
-    """Return the bytes of K, V on the device and on the host. `size` [groups, 1] are those of the
-    group that runs; `waiting` [groups, 1] those of groups whose backward comes later."""
+    """Return the bytes of K, V on the device and on the host. `size` [groups, 1] are the bytes of
+    the running group's K, V; `waiting` [groups, 1] those of groups whose backward comes later."""
     on_host = grid.schedule.kv is Tier.HOST
     if on_host or grid.schedule.kv_home is Tier.HOST:
         return size * (not on_host), waiting + size * on_host
@@ -514,10 +515,9 @@ def momentary(grid: ScheduleGrid) -> Array:
 
 
 def _graphs_and_gradients(grid: ScheduleGrid) -> Array:
-    """Peak bytes of autograd graphs and gradients, which lie outside the arenas, [splits, save
-    counts]. The peak is at one of two times: early in the backward, with graphs of the largest
-    group and only the gradients of earlier batches; or in the last chunk of the group of the first
-    layers, when all layers have gradients."""
+    """Peak bytes of autograd graphs and gradients, outside the arenas, [splits, save counts]. The
+    peak is early in the backward, with graphs of the largest group and only gradients of earlier
+    batches; or in the first group's last chunk, when all layers have gradients."""
     cell_prices = grid.cell_prices
     gradients = np.array([[float(states.gradients)] for states in grid.splits.split_states])
     there = grid.splits.gradients
@@ -570,8 +570,8 @@ def _cell_slots(grid: ScheduleGrid) -> Array:
 
 
 def _attention_slots(grid: ScheduleGrid) -> Array:
-    """Return the number of staging slots for O and LSE, [splits, save counts]: one more than the
-    layers of the largest group, but no more than the copies that a step makes."""
+    """Return the number of staging slots for O and LSE, [splits, save counts]: the layers of the
+    largest group plus one, but at most one for each copy of a step."""
     widest = np.maximum(grid.splits.last, grid.splits.widest_earlier)
     if grid.splits.kind.is_stage:
         widest = np.full_like(widest, grid.splits.kind.widest)

@@ -60,8 +60,8 @@ class LaneSeconds:
     )  # sums over spans, lane by lane
 
     def total(self, counts: Array, choices: SaveCounts) -> Array:
-        """Return the seconds that each queue is busy, [5, save counts], if each span of chunks runs
-        its cells as often as `counts` [save counts, spans] says."""
+        """Return the seconds that each queue is busy, [5, save counts]. `counts` [save counts,
+        spans] says how often the cells of each span (range of chunks) run."""
         if choices not in self.known:
             lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
             self.known[choices] = [choices.over(lane) for lane in lanes]
@@ -77,14 +77,13 @@ class LaneSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Bytes of the first i layers at entry i, [layers + 1]: K, V and dK, dV of all keys; O and LSE
-    of one key (`attention`); a saved cell with O and LSE (`wide`) or not (`narrow`)."""
+    """Running sums of bytes: entry i counts the first i layers, [layers + 1] each."""
 
-    kv: Array
+    kv: Array  # K, V of all keys
     dkv: Array
-    attention: Array
-    wide: Array  # cells that hold O and LSE
-    narrow: Array
+    attention: Array  # O and LSE of one key
+    wide: Array  # one saved cell with O and LSE
+    narrow: Array  # one without
 
 
 class CellSeconds:
@@ -131,7 +130,7 @@ class CellSeconds:
 
     @cached_property
     def values(self) -> Array:
-        """Seconds of the head for each chunk if it computes no gradient, [chunks]."""
+        """Seconds of the head without its gradient, for each chunk, [chunks]."""
         return self._in_line(partial(Head, gradient=False))
 
     @cached_property
@@ -166,7 +165,7 @@ class CellSeconds:
 
 class CellPrices:
     """Seconds and bytes of the cells of one kind of rank, with one chunk size and one tier of K, V.
-    All grids of such schedules share the object. The default `kind` is the last pipeline stage."""
+    All grids with these choices share the object. The default `kind` is the last pipeline stage."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class CellPrices:
         kind: RankKind | None = None,
         like: "CellPrices | None" = None,
     ) -> None:
-        """Price the cells, or take the seconds of `like`, another rank's prices, if given."""
+        """Price the cells. `like`: another rank's prices, whose seconds are taken over."""
         kind = kinds_of(question, schedule)[-1] if kind is None else kind
         layout = question.layout
         chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
@@ -231,8 +230,8 @@ class CellPrices:
         return np.asarray(self._latest_keys[chunks])
 
     def cells(self, chunks: NDArray[np.int64]) -> Array:
-        """Size of the cells of the last n chunks, for each n in the array `chunks`, in units of the
-        first chunk's cell. Unequal chunks count in proportion to their tokens."""
+        """Return how many cells of the first chunk's size the last n chunks amount to, for each n
+        in the array `chunks`. A cell counts in proportion to its tokens."""
         if self.are_equal:
             return np.asarray(chunks, dtype=np.float64)
         return np.asarray(self._latest[chunks] / self.sizes[0])

@@ -34,8 +34,8 @@ class Collectives:
         self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
     ) -> float:
         """Seconds of all collectives in a cell's forward except ring attention's. `tokens` is the
-        device's share of the chunk. If Ulysses exchanges heads in several `pieces`, the exchange
-        overlaps with `work` seconds of attention, and only what it takes beyond them counts."""
+        device's share of the chunk. If Ulysses exchanges heads in several `pieces` during `work`
+        seconds of attention, only the seconds that attention does not hide count."""
         query, kv, out = _elements(spec)
         if mode is AttentionMode.NONE:
             # Only K, V are computed, from gathered tokens, and become heads.
@@ -100,8 +100,8 @@ class Collectives:
     # -- one kind each ---------------------------------------------------------------------------
 
     def _exchange(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
-        """Seconds of the all-to-alls around attention that attention does not hide; `into` and
-        `out` are the elements per token that are exchanged before and after attention."""
+        """Seconds of the all-to-alls around attention that attention does not hide. `into` and
+        `out`: elements per token that are exchanged before and after attention."""
         if self.question.layout.ulysses == 1:
             return 0.0
         later = (pieces - 1) * self.question.machine.latency  # each piece has its own latency
@@ -126,7 +126,7 @@ class Collectives:
         return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
 
     def _shards(self, tokens: int, *rows: int) -> float:
-        """Seconds of the shards' collectives, one per entry of `rows` (bytes per token)."""
+        """Seconds of collectives over the shards, one for each of `rows`, its bytes per token."""
         layout = self.question.layout
         size = self._batch() * tokens * layout.shards
         stride = layout.tensor * layout.ulysses
@@ -150,9 +150,9 @@ class Collectives:
         return self._over(fsdp_ranks(self.question), size / layout.tensor, layout.tensor, same=True)
 
     def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
-        """Return the seconds of a collective over `ranks` devices, `stride` ranks apart, that moves
-        `size` bytes, of which each device keeps 1 / ranks. With `same`, devices of a node need the
-        same bytes, so each receives only its part of them from other nodes."""
+        """Return the seconds of a collective over `ranks` devices, `stride` ranks apart. It moves
+        `size` bytes; each device keeps 1 / ranks of them. With `same`, all devices of a node need
+        the same bytes, so each receives only its part from other nodes."""
         if ranks == 1:
             return 0.0
         machine = self.question.machine

@@ -176,7 +176,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return every mix of ranks that some machine has, as the number of ranks of each kind."""
+    """Return the different mixes of ranks on a machine, as numbers of ranks of each kind."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -246,7 +246,7 @@ DENSE = Schedule()
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """One kind of rank with its program and the bytes that its cells allocate briefly."""
+    """Program of one kind of rank, with the bytes that its cells allocate briefly."""
 
     kind: RankKind
     program: Program
@@ -279,8 +279,8 @@ ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: t
 
 
 def representative_chunks(question: Question, schedule: Schedule) -> list[int] | None:
-    """Return the first and last two chunks of each stretch of chunks that save the same tensors:
-    their peak is that of all chunks. None means all chunks, which page-sparse attention needs."""
+    """Return chunks whose peak is that of all chunks: the first and last two of each stretch of
+    chunks that save the same tensors. Page-sparse attention needs all chunks: None."""
     if schedule.sparse is not None:
         return None
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
@@ -323,7 +323,7 @@ def size(question: Question, schedule: Schedule) -> Sized:
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """Return what `size` does, from programs of a few chunks if their bytes are surely the same."""
+    """Return what `size` returns, from programs of a few chunks if they must take equal bytes."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 
@@ -376,9 +376,9 @@ def evaluate(
 def composed_seconds(
     question: Question, schedule: Schedule
 ) -> tuple[float, float, tuple[Program, ...]]:
-    """Return the seconds of a step with overlapping copies but no update, the seconds that it waits
-    for an overlapping update, and the programs timed: the step's and its reference model's, if any.
-    Equal layers are timed once (`timeline.fold`). Pipelines are not supported."""
+    """Return a step's seconds without the update, the seconds that it waits for an overlapping
+    update, and the programs timed: the step's, and its reference model's if it has one. Copies
+    overlap. Equal layers are timed once (`timeline.fold`). Pipelines are not supported."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)
@@ -532,13 +532,13 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     """Return the seconds of one step with its update on the program's rank. Copies overlap with
     computation if `Question.overlap` says so; for `simulated` see `run_time`."""
     beside = update_overlaps(question)
-    line, sent = _line(question, program, beside=beside, simulated=simulated)
+    line, sent = _timeline(question, program, beside=beside, simulated=simulated)
     groups = [program.groups[group] for group in program.own_groups()]
     layers = groups[0][0], groups[-1][1]
     update = update_seconds(replace(question, model=stage_model(question.model, layers)))
     if question.loss.evaluates:
         reference = _reference(question, program)
-        forward, more = _line(question, reference, beside=False, simulated=simulated)
+        forward, more = _timeline(question, reference, beside=False, simulated=simulated)
         line, sent = line.before(forward), sent + more
     exposed = min(line.waited, update) if beside else update
     return Seconds(
@@ -554,7 +554,7 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     )
 
 
-def _line(
+def _timeline(
     question: Question, program: Program, *, beside: bool, simulated: bool
 ) -> tuple[Timeline, float]:
     """Return a program's timeline, with waits between pipeline stages, and seconds of messages."""
@@ -593,8 +593,8 @@ def _bound(line: Timeline) -> str:
 
 
 def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
-    """FLOP of a step that MFU counts: three times a forward's, or twice for frozen weights, without
-    recomputation or embeddings. Attention counts keys that a query sees (half if causal)."""
+    """Return the FLOP of a step that MFU counts: three forwards, or two for frozen weights; no
+    recomputation, no embeddings. Attention counts only keys that a query sees (half if causal)."""
     model, run = question.model, question.run
     tokens = run.batch * run.tokens
     head = 3.0 if model.outer_trainable() else 2.0

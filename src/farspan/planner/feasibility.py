@@ -64,8 +64,8 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 def space_grids(
     question: Question, space: Space
 ) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
-    """Yield, for each chunk size and set of options in the space: a grid of bounds for each kind of
-    rank, a schedule with these choices, and all its splits into groups."""
+    """Yield, for each chunk size and set of options in the space: the grids (one per kind of rank),
+    a schedule with these choices, and all splits of its layers into groups."""
     splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
     saves: dict[int, SaveCounts] = {}
@@ -97,8 +97,8 @@ def _save_counts(space: Space, chunks: int) -> SaveCounts:
 
 
 def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Bytes used on the fullest device and by one rank in main memory, [splits, save counts, tiers]
-    each, and on a device of each kind of rank, [kinds, ...]. Messages and workspaces count."""
+    """Return `Peaks`, and device bytes by kind of rank, [kinds, ...]. The peaks are those of the
+    fullest device and of a rank's share of main memory; messages and workspaces count."""
     each = [bound(grid) for grid in grids]
     for found, grid in zip(each, grids, strict=True):
         found.device += grid.cell_prices.passing
@@ -110,16 +110,16 @@ def taken(grids: RankGrids, bound: Callable[[ScheduleGrid], Peaks] = peaks) -> t
 
 
 def fullest(grids: RankGrids, devices: Array) -> Array:
-    """Return the device bytes of the kind of rank that takes the most; `devices` is [kinds, ...].
-    On unified memory, which ranks share, return the mean over ranks of the fullest machine."""
+    """Return the device bytes of the fullest kind of rank; `devices` [kinds, ...] has those of
+    each. Ranks share unified memory: there, return a rank's mean on the fullest machine."""
     if grids[0].cell_prices.question.machine.unified:
         return together(grids, devices)
     return np.asarray(devices.max(axis=0))
 
 
 def together(grids: RankGrids, sizes: Array) -> Array:
-    """Return the memory in use on the fullest machine, divided by its number of ranks; `sizes` is
-    [kinds, ...], the bytes of one rank of each kind."""
+    """Return a rank's mean memory on the machine whose memory is the fullest; `sizes` [kinds, ...]
+    are the bytes of one rank of each kind."""
     if len(grids) == 1:
         return np.asarray(sizes[0])
     question, kinds = grids[0].cell_prices.question, [grid.splits.kind for grid in grids]
@@ -149,13 +149,13 @@ def room(question: Question, device: Array, host: Array) -> Array:
 
 
 def may_fit(grids: RankGrids, device: Array, host: Array) -> NDArray[np.bool_]:
-    """Return which schedules of a grid fit with these bytes; repeated schedules count as unfit."""
+    """Return which schedules fit, given the bytes of each; a repeated schedule counts as unfit."""
     fits = room(grids[0].cell_prices.whole, device, host) >= 0
     return np.asarray(fits & differing(grids[-1]) if fits.any() else fits)
 
 
 def any_may_fit(grids: RankGrids) -> bool:
-    """Return whether any schedule of a grid may fit, from the bytes that all of them need."""
+    """Return whether any schedule of the grids may fit, by a lower bound of its bytes (`least`)."""
     found, _ = taken(grids, least)
     return bool((room(grids[0].cell_prices.whole, found.device, found.host) >= 0).any())
 
@@ -202,7 +202,8 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes left on the device and in its share of main memory; negative if too few are there."""
+    """Bytes left on a device and in its share of host memory; negative if the schedule is too
+    big."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 
@@ -216,9 +217,9 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """Return a few chunks with the same peak as all: the last of each run of chunks that save the
-    same tensors, and the last but one of the first run. `first` adds chunk 0, the longest of
-    unequal chunks."""
+    """Return a few chunks whose peak is that of all: the last of each run of chunks that save the
+    same tensors, and the last but one of the first run. With `first` add chunk 0, the longest if
+    chunks differ."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])
@@ -229,8 +230,8 @@ def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> 
 def transient(
     cell_prices: CellPrices, schedule: Schedule, attention: int, graphs: int, walked: Sequence[int]
 ) -> int:
-    """Peak bytes that the cells of the `walked` chunks allocate briefly (`Peak.transient`), if the
-    last `attention` chunks save O and LSE and the last `graphs` chunks save activations."""
+    """Return the most bytes that cells of the `walked` chunks allocate briefly (`Peak.transient`).
+    The last `attention` chunks save O and LSE, the last `graphs` chunks save activations."""
     chosen = replace(
         schedule,
         attention_save_fraction=latest_fraction(cell_prices.chunks, attention),
@@ -240,8 +241,8 @@ def transient(
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
-    """Return a lower bound, for all schedules of a chunk size, of the bytes of weight gradients and
-    their fp32 sums during the embedding's last backward; 0 for a pipeline stage."""
+    """Return the bytes of weight gradients and their fp32 sums in the embedding's last backward: a
+    lower bound for all schedules of a chunk size. 0 for a pipeline stage."""
     if cell_prices.kind.is_stage:
         return 0
     # All layers have gradients then; the first group, of one layer or more, still has its sums.

@@ -133,7 +133,7 @@ def machine(name_or_path: str | Path) -> MachineSpec:
 
 
 def read(name_or_path: str | Path) -> MachineFile:
-    """Return the machine that `machine` returns, with the source of each of its numbers."""
+    """Return a machine by a GPU's usual name, or of a JSON file, with the source of each number."""
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name.lower() not in _presets() and (path.suffix == ".json" or os.path.isfile(path)):
@@ -149,7 +149,7 @@ def count_of(name: object) -> int | None:
 
 def names_card(word: str) -> bool:
     """Return whether the word is a GPU's name, such as 4090."""
-    return bool(_called(*_words(word)))
+    return bool(_presets_called(*_words(word)))
 
 
 def _counted(name: str) -> tuple[int | None, str]:
@@ -180,8 +180,8 @@ def _words(name: str) -> tuple[tuple[str, ...], int | None]:
 
 
 @cache
-def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
-    """Return, for each preset, the identifying words of each of its names with the memory in GB."""
+def _names() -> dict[str, dict[tuple[str, ...], int | None]]:
+    """Return, by preset, each of its names as identifying words, with the GB of memory or None."""
     return {
         name: dict(map(_words, (name, *values["gpu_names"], *values.get("aliases", ()))))
         for name, values in _raw_presets().items()
@@ -193,15 +193,15 @@ def _size(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
+def _presets_called(words: tuple[str, ...], memory: int | None) -> list[str]:
     """Return the presets that a GPU's name may mean, by its words and its GB of memory."""
-    found = [name for name, known in _known().items() if words in known]
+    found = [name for name, known in _names().items() if words in known]
     if memory is None and not found:  # `a100 80`
         sizes = [int(word) for word in words if word.isdecimal()]
         others = ((size, tuple(word for word in words if word != str(size))) for size in sizes)
-        return [n for size, rest in others for n in _called(rest, size) if rest]
+        return [n for size, rest in others for n in _presets_called(rest, size) if rest]
     if memory is not None:
-        said = {name: _known()[name][words] for name in found}
+        said = {name: _names()[name][words] for name in found}
         return [
             n for n in found if said[n] == memory or abs(_size(n) - memory) <= _ALIKE * _size(n)
         ]
@@ -213,7 +213,7 @@ def _preset_called(name: str) -> str:
     if name.lower() in _presets():
         return name.lower()
     words, memory = _words(name)
-    found = _called(words, memory)
+    found = _presets_called(words, memory)
     if len(found) == 1:
         return found[0]
     raise UnsupportedError(
@@ -224,14 +224,14 @@ def _preset_called(name: str) -> str:
 
 
 def _hint(name: str, words: tuple[str, ...], memory: int | None, matches: list[str]) -> str:
-    other = _called(words, None) if memory is not None and words else []
+    other = _presets_called(words, None) if memory is not None and words else []
     if other:
         has = " or ".join(f"{_size(preset)} GB" for preset in other)
         return f"{other[0]} has {has}; give --machine {other[0]} --device-memory {memory}GB"
     for without, said in _WITHOUT.items():
         if (match := without.fullmatch(name.lower())) is not None:
             return said.format(match[1].upper())
-    within = [name for name, known in _known().items() if any(_is_within(w, words) for w in known)]
+    within = [name for name, known in _names().items() if any(_is_within(w, words) for w in known)]
     if not within and (series := _SERIES.fullmatch(name.lower())) is not None:
         like = min(preset for preset in names() if preset.startswith(f"rtx{series[1]}"))
         return f"for a card like {like} give --gpu {like} --device-memory SIZE, such as 12GB"
@@ -240,19 +240,19 @@ def _hint(name: str, words: tuple[str, ...], memory: int | None, matches: list[s
     numbers = {word for word in words if word.isdecimal() and len(word) > 1}
     sized = [n for n in names() if memory is not None and not words and _size(n) == memory]
     close = matches or within or [n for n in names() if n.startswith(name.lower())] or sized
-    close = close or [n for n, known in _known().items() if numbers & set().union(*known)][:3]
+    close = close or [n for n, known in _names().items() if numbers & set().union(*known)][:3]
     plain = "".join(_WORD.findall(name.lower()))
     close = close or difflib.get_close_matches(plain, names(), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close[:3])}?" if close else f"some are {some(names())}"
 
 
 def _is_within(known: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Return whether the words of a GPU's name all occur among `words` and include a number."""
+    """Return whether all words of a GPU's name, with a number among them, occur in `words`."""
     return set(known) <= set(words) and any(map(str.isdecimal, known))
 
 
 def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
-    """Return the machine with `size` bytes of main memory; a part of them is its reserve."""
+    """Return the machine with `size` bytes of main memory, less the reserve (`HOST_RESERVE`)."""
     reserve = int(HOST_RESERVE * size)
     return replace(spec, host_bytes=size - reserve, host_reserve=reserve)
 

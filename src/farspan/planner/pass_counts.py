@@ -1,4 +1,4 @@
-"""Count the work and traffic of many schedules at once, by splits into groups and chunks saved.
+"""Count the work and copies of many schedules at once, for all splits and save counts.
 
 A layer has one of six roles (`Role`): the top layer of its group or a layer below, in the last
 group, in an earlier one, or in a pipeline stage that is not the last. The role decides which
@@ -48,7 +48,7 @@ class Role(IntEnum):
 
 
 class Boundary(Enum):
-    """Place where hidden states pass to the next group, named by what reads them there."""
+    """Place where hidden states leave a group, named by what reads them (group, stage, head)."""
 
     EARLIER = "a group that is not the last"
     LAST = "the last group"
@@ -78,8 +78,8 @@ class SaveCounts:
 
     @cached_property
     def cases(self) -> NDArray[np.int64]:
-        """What the chunks of each span save, [save counts, spans], as a code: 4 for O and LSE, plus
-        2 for activations, plus 1 for the last chunk."""
+        """Code of what the chunks of each span save, [save counts, spans]: 4 for O and LSE, plus 2
+        for activations, plus 1 for the last chunk."""
         chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
         return np.asarray(
@@ -88,8 +88,8 @@ class SaveCounts:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Class of each choice, [save counts]: whether no, some or all chunks save O and LSE,
-        likewise activations, and which more save. A class shares one bound of its cells' bytes."""
+        """Class of each choice, [save counts]: whether no, some or all chunks save O and LSE, the
+        same for activations, and which more save. A class shares one bound of its cells' bytes."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -99,7 +99,7 @@ class SaveCounts:
 
     @cached_property
     def without_graphs(self) -> "SaveCounts":
-        """These choices without saved activations, for a last group of one layer: it saves none."""
+        """The same choices without saved activations: a last group of one layer saves none."""
         return SaveCounts(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
@@ -152,9 +152,9 @@ class Acts:
 
 
 def acts(place: Role | Boundary, schedule: Schedule, cut: Cut = Cut.NONE) -> Acts:
-    """Return how often each instruction runs per chunk, in a layer of one role or at one boundary
-    between groups, if all saved tensors lie on the host. Where layers of this role differ, the
-    smallest number counts. `cut` says what runs before the backward begins."""
+    """Return how often each instruction runs per chunk, in a layer of one role or at one boundary,
+    if all saved tensors lie on the host. If layers of a role differ, the smallest number counts.
+    `cut` says what runs before the backward begins."""
     return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), cut)
 
 
@@ -181,7 +181,7 @@ Place = tuple[type[Role | Boundary], int]
 def _counted(
     switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], cut: Cut
 ) -> Counter[tuple[Place, Act, int]]:
-    """Count the instructions of a tiny program by layer or boundary, type and chunk."""
+    """Build a tiny program and count its instructions by (layer or boundary, type, chunk)."""
     schedule = Schedule(
         chunk=1,
         groups=_GROUPS,
@@ -304,8 +304,8 @@ class GroupSplits:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: all of up to `EVERY`, else the first two, the middle one
-        and the last two, one of which needs the most if groups are even or shrink."""
+        """Groups whose memory is computed: all of a split of up to `EVERY`, else the first two,
+        middle and last two. If groups are even or shrink, one of these needs the most."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -377,9 +377,9 @@ class GroupSplits:
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
-        """Return the bytes of a group's autograd graphs, for the group that has the most and for
-        the first group, [splits, 1] each. `saved` [layers] are the bytes of each layer; with
-        `one_layer` only the largest layer of a group counts."""
+        """Return the bytes of a group's autograd graphs, [splits, 1] each: of the group that has
+        the most, and of the first group. `saved` [layers] are each layer's bytes; with `one_layer`
+        only a group's largest layer counts."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

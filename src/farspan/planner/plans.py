@@ -104,7 +104,7 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
     names = strategies or list(STRATEGIES)
     if question.sparse is not None:
         return best_sparse(question, partial(_plans, names=names, seconds=seconds))
-    best, others = _whole(question, _plans(question, names, seconds))
+    best, others = _confirmed(question, _plans(question, names, seconds))
     if not best.fits:
         return replace(best, reason=breaks_first(best), alternatives=others)
     # The lower bound of the whole space holds for any plan.
@@ -122,9 +122,9 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
-    """Return a question for each placement of states and weights that this one leaves open, in
-    sets. Those that move fewest bytes come first; later sets are tried only if no plan before
-    fits."""
+    """Return a question for each open placement (tiers of states and weights), in sets. A later set
+    is tried only if no plan of the earlier sets fits. Placements that move fewer bytes come
+    first."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory
@@ -156,10 +156,10 @@ def best_placed(
     plan_at: Callable[[Question], Plan],
     may_be_faster: Callable[[Question, Plan], bool] = lambda _, best: not best.fits,
 ) -> Plan:
-    """Return the best plan over all placements that the question leaves open. If plans fit, one
-    that moves more bytes wins only if it is faster by more than `search.TOLERANCE`; if none fits,
-    the plan that misses by the least wins. `plan_at` plans a placement; once a plan fits with its
-    margin, `may_be_faster` says whether another placement is worth planning."""
+    """Return the best plan over all placements that the question leaves open; `plan_at` plans one.
+    A placement that moves more bytes wins only if it is faster by more than `search.TOLERANCE`. If
+    no plan fits, the one that misses by the least wins. Once a plan fits with its margin,
+    `may_be_faster` says whether another placement is worth planning."""
     best: Plan | None = None
     for group in placements(question):
         for placed in group:
@@ -194,10 +194,10 @@ def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) 
     return found.best is not known
 
 
-def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Return the best plan and all others. The best has the memory and time of its program with all
-    chunks and layers, or of a smaller program where that is exact enough. If it then does not fit,
-    or is slower than another plan, another is chosen."""
+def _confirmed(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
+    """Return the best plan and all others. The best is computed again, from its program of all
+    chunks and layers unless a smaller one is exact enough. If it then fits less well, or is slower
+    than another plan, another is chosen."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
@@ -209,10 +209,10 @@ def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan,
         sized = surely_sized(question, best.schedule)
         whole = replace(best, device=sized.device, host=sized.host)
     if whole.fit < best.fit and others:  # a few bytes between buffers are missing
-        return _whole(question, [whole, *others])
+        return _confirmed(question, [whole, *others])
     alike = min((p.seconds.total for p in others if p.fit >= whole.fit), default=math.inf)
     if whole.seconds.total > max(best.seconds.total, (1 + TOLERANCE) * alike):
-        return _whole(question, [whole, *others])
+        return _confirmed(question, [whole, *others])
     return whole, others
 
 
@@ -242,7 +242,7 @@ def plan_as_written(
 
 
 def _is_same(question: Question, first: Schedule, second: Schedule) -> bool:
-    """Return whether two schedules are equal, even if one gives one size for all its groups."""
+    """Return whether two schedules are equal, also if one has a single size for all groups."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = [group_ranges(schedule, layers, stages) for schedule in (first, second)]
     return ranges[0] == ranges[1] and replace(first, groups=second.groups) == second
@@ -328,8 +328,8 @@ def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan
 
 
 def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
-    """Return a plan with a longer context than `known`, up to `longest`, if a search finds a
-    schedule within `most` seconds per step; else the fastest plan at the known context."""
+    """Return a plan with a longer context than `known`, up to `longest`, if a search finds one of
+    at most `most` seconds per step; else the fastest plan at the known context."""
 
     def searched(plan: Plan, part: int) -> Plan:
         return _searched(plan.question, [plan], seconds / part, 0.0)[0]
@@ -362,8 +362,8 @@ def _best_at(question: Question, name: str, seconds: float, tokens: int) -> Plan
 def _in_time(
     plan: Plan, most: float, at: Callable[[int], Plan], tries: int, longest: int | None = None
 ) -> Plan | None:
-    """Return the plan with the longest context that fits and takes at most `most` seconds: `plan`
-    itself or `at(tokens)`, for contexts up to `longest` (by default that of `plan`)."""
+    """Return the plan with the longest context that fits and takes at most `most` seconds, or None.
+    `at` plans a context of up to `longest` tokens (by default the context of `plan`)."""
     longest = longest or plan.question.run.tokens
     best: Plan | None = None
     low = 0
@@ -382,7 +382,7 @@ def _in_time(
 
 
 def _tokens_in(question: Question, share: float, most: int, schedule: Schedule = DENSE) -> int:
-    """Return the longest context, in steps of `LEAST` up to `most`, whose step needs at most
+    """Return the longest context, a multiple of `LEAST` up to `most`, whose step needs at most
     `share` of the question's FLOP. A step's time is nearly proportional to its FLOP."""
     work = share * useful_flop(question, schedule)
     low, high = 0, most // LEAST + 1
@@ -394,7 +394,7 @@ def _tokens_in(question: Question, share: float, most: int, schedule: Schedule =
 
 
 def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
-    """Return changes with which some plan fits; if another strategy fits, only that change."""
+    """Return changes with which some plan fits; only `ANY_STRATEGY` if another strategy fits."""
     if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 
@@ -455,17 +455,17 @@ def _runs(schedule: Schedule, layout: Layout) -> bool:
 def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
-    """Search the whole space for plans faster than `others` that leave the margin, or only fit if
-    none can. Return the best plan and, if that is slower but takes fewer bytes, the fastest too. If
-    nothing is found, return the schedule of the least memory, which fits if any does."""
+    """Search the whole space for plans faster than `others` that leave the margin; if there are
+    none, for plans that only fit. Return the best and, if another is faster but takes more bytes,
+    that too. If none is found, return the schedule of the least memory, which fits if any does."""
     roomy = with_room(question)
-    found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
+    found = _seek(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
     if roomy is not question and not any(plan.fits for plan in found):
-        found = _found(question, [p for p in others if p.fits], seconds, tolerance)
+        found = _seek(question, [p for p in others if p.fits], seconds, tolerance)
     return [of_whole(question, plan) for plan in found]
 
 
-def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
+def _seek(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
     """Search the whole space, starting with the fastest of the plans that fit; return the best."""
     others = tuple(fitting)
     known = min(fitting, key=Plan.rank, default=None)
@@ -520,8 +520,8 @@ def _longest(question: Question, name: str) -> int:
 
 
 def _fitting(question: Question, name: str) -> Schedule | None:
-    """Return a schedule of the strategy that fits, from those with the least memory, or None.
-    Sparse attention has no bounds, so its program is built."""
+    """Return one of the strategy's schedules of least memory that fits, or None. Sparse attention
+    has no bounds, so its program is built."""
     if states_do_not_fit(question):
         return None
     dense = replace(question, sparse=None)
@@ -604,13 +604,13 @@ def longest_sparse(
 
 
 def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
-    forms = _forms(plan.schedule, sparse)
+    forms = _sparse_forms(plan.schedule, sparse)
     return min((evaluate(question, plan.strategy, form) for form in forms), key=Plan.rank)
 
 
 def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
     """Return the best of these plans and of their copies with shorter chunks, then the fastest if
-    that is another plan. All are called `grouped`, whose space contains every strategy."""
+    it is another plan. All are named `grouped`, whose space contains every strategy."""
     known = [*plans, *_narrower(question, plans)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
@@ -651,9 +651,9 @@ def _sparse_of(question: Question) -> Sparse:
     return question.sparse
 
 
-def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
-    """Yield sparse forms of a dense schedule: with the chunk rounded up to whole pages; then also
-    with attention recomputed, not saved, which costs less than in dense attention."""
+def _sparse_forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
+    """Yield a dense schedule's sparse forms: one with the chunk rounded up to whole pages; and one
+    that also recomputes attention, which costs less than for dense attention."""
     form = schedule.with_sparse(sparse)
     yield form
     if schedule.attention_save_fraction and not schedule.activation_save_fraction:

@@ -73,8 +73,8 @@ class TiledPrices:
         return seconds if self.cells.skips(i) else seconds + self._feed_forward(i)
 
     def again(self, i: Backward) -> float:
-        """Seconds that tiles add to a backward: the token-wise modules' forward once more, and for
-        each tile but one another pass over the sums of weight gradients."""
+        """Seconds that tiles add to a backward. Token-wise modules run their forward once more, and
+        each tile but one adds another pass over the sums of weight gradients."""
         if not self.cells.has_tiles(i):
             return 0.0
         work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
@@ -111,7 +111,8 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """Seconds of choosing pages: a score per query, head and key; superpage keys count half."""
+        """Seconds of choosing pages: a score per query, head and key; superpages' keys count
+        half."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
@@ -174,7 +175,7 @@ def rates_of(question: Question) -> Rates:
 
 @dataclass(slots=True)
 class _PriceRule:
-    """Pricing of one type of instruction, with the prices computed so far (`known`)."""
+    """Pricing rule for one type of instruction; `known` keeps the prices that it has computed."""
 
     decides: Callable[[Any], Hashable]  # instructions with equal keys cost the same
     price: Callable[[Any], Cost]
@@ -515,7 +516,7 @@ class Prices:
 
     def _begin(self, size: int) -> float:
         """Return the seconds of preparing sums of gradients: one device fetches those of earlier
-        batches, else they are zeroed (several ranks add earlier batches after the backward)."""
+        batches, if any; else they are zeroed (ranks add earlier batches after the backward)."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 

@@ -40,8 +40,8 @@ def remedies_of(
     tries: int = TRIES,
     seconds: Callable[[Question], float] = lambda _: 0.0,
 ) -> tuple[Remedy, ...]:
-    """Return changes to the question with which some plan fits, the cheapest first; empty if none
-    of the first `tries` changes helps. The first few have the `seconds` of their step."""
+    """Return changes to the question that make some plan fit, the cheapest first. Return none if
+    the first `tries` changes do not help. The first few also have the seconds of their step."""
     count = 0
     found: list[Remedy] = []
 
@@ -210,7 +210,7 @@ def _memory(question: Question) -> Changes:
 
 
 def _at_least(size: int) -> tuple[str, int]:
-    """Return a size, rounded up, as text for an option and as bytes."""
+    """Return a size rounded up: as text for an option, and as bytes."""
     unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
     count = -(-size // unit)
     return f"{count}{name}", count * unit

@@ -176,9 +176,9 @@ DISTILLED = 64  # default ids per token whose log-probabilities a teacher gives
 def loss_of(
     kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
 ) -> Objective:
-    """Return the loss with these options. A loss that needs a reference model reads its stored
-    log-probabilities unless `reference` names another source; `adapters`: only adapters are
-    trained; `ids`: tokens that distillation compares. Raises UnsupportedError naming the field."""
+    """Return the loss with these options. If it needs a reference model, `reference` is the source
+    of that model's log-probabilities (default: stored ones); `adapters`: only adapters are trained;
+    `ids`: tokens that distillation compares. Raises UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
     loss = LossKind(kind)

@@ -1,4 +1,4 @@
-"""The fastest schedule that fits: best first over bounds, each candidate proved by its program.
+"""Search for the fastest schedule that fits: lowest bound first, each proved by its program.
 
 Every schedule of the space gets a lower bound of its time and memory. The one with the lowest bound
 of time among those that may fit is built and simulated; it becomes the best so far if it fits and
@@ -110,9 +110,9 @@ class SearchEffort:
 
 
 class Frontier:
-    """Schedules of one grid that are not simulated yet; `open` lists them. `bound` is a lower bound
-    of the seconds of every schedule, `lowest` of those not simulated. Most grids are never opened:
-    once `settle` counts only those that may fit, `bound` exceeds the best plan's seconds."""
+    """Schedules of one grid that are not simulated yet. `bound` is a lower bound of the seconds of
+    all schedules, `lowest` of those not simulated. `open` lists the schedules; most grids never
+    need it: `settle` drops what cannot fit, and `bound` then exceeds the best plan's seconds."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Frontier:
 
     def transients(self, kind: int, cells: "TransientCache") -> Array:
         """Return the bytes that cells allocate briefly in one kind of schedules (equal split,
-        chunks saved alike), without those that `within` counts already, [kinds of rank, 1]."""
+        chunks saved alike), [kinds of rank, 1]. Bytes that `within` counts already are left out."""
         split, alike = divmod(kind, KINDS)
         held = []
         for grid in self.grids:
@@ -270,15 +270,14 @@ class _Queue:
 
 
 class TransientCache:
-    """Bytes that cells allocate briefly, one number for each kind of schedule: those with the same
-    split whose chunks save alike."""
+    """Cache of briefly allocated bytes of cells, per kind of schedules (equal split and saves)."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, grid: ScheduleGrid) -> Array:
-        """Bytes of the embedding's last backward beyond `momentary`, [splits, save counts]."""
+        """Bytes of the embedding's last backward above `momentary`, [splits, save counts]."""
         chunk = grid.schedule.chunk
         if chunk not in self._outside:
             given = grid.schedule
@@ -287,7 +286,7 @@ class TransientCache:
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(grid)))
 
     def beyond(self, grid: ScheduleGrid, split: int, alike: int) -> float:
-        """Fewest bytes by which the cells of one kind of schedule exceed `momentary`."""
+        """Return the fewest bytes by which cells of one kind of schedules exceed `momentary`."""
         saves, s, sizes = grid.saves, grid.schedule, grid.splits.sizes[split]
         members = saves.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
@@ -439,7 +438,7 @@ class Outcome:
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """Largest fraction by which a plan is slower than an optimum of at least `lowest` seconds."""
+    """Largest fraction by which a plan is slower than the optimum (at least `lowest` seconds)."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1
@@ -521,9 +520,9 @@ MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels co
 
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
-    """Return the plans with a better `loss_chunk_size`, chosen for the first, whose `kv_block` is
-    improved too. A plan that does not fit with it keeps its own. After `seconds` of `SearchEffort`
-    no more programs are tried. Bounds of other schedules fall by the seconds gained."""
+    """Return the plans with a better `loss_chunk_size`, chosen for the first plan, whose `kv_block`
+    is improved too. A plan that does not fit with it keeps its own. Programs are tried for
+    `seconds` of `SearchEffort`. Bounds of other schedules fall by the seconds gained."""
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)
@@ -535,7 +534,8 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort) -> Plan:
-    """Return `plan` with the largest of `sizes` for `field` that fits and saves time, or itself."""
+    """Return `plan` with the largest of `sizes` as `field` that fits and saves time, or
+    unchanged."""
     for tokens in reversed(_worth_having(plan, field, sizes)):
         if effort.is_spent:
             break
@@ -557,8 +557,8 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 
 
 def _work(plan: Plan, schedule: Schedule) -> float:
-    """Seconds of what depends on `loss_chunk_size` and `kv_block`: the head, and a forward and
-    backward of every cell. With sparse attention `kv_block` is fixed, so only the head counts."""
+    """Seconds of the work that `loss_chunk_size` and `kv_block` change: the head, and each cell's
+    forward and backward. With sparse attention `kv_block` is fixed, so only the head counts."""
     cell_prices = CellPrices(plan.question, schedule)
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
@@ -591,7 +591,7 @@ def _with(schedule: Schedule, field: str, size: int) -> Schedule:
 
 
 def _blocks(plan: Plan) -> Iterator[int]:
-    """Yield larger values of `kv_block` to try, if K, V lie on the device and calls get longer."""
+    """Yield values of `kv_block` that make attention calls longer; none if K, V lie on the host."""
     question, schedule = plan.question, plan.schedule
     batch, tokens = question.run.batch, question.run.tokens
     if schedule.kv is Tier.HOST or schedule.sparse is not None or question.layout.ring > 1:

@@ -159,9 +159,9 @@ def even(layers: int, groups: int) -> tuple[int, ...]:
 
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
-    """Return the group sizes, first the largest, that hold the fewest bytes per token while the
-    fullest group runs backward. These bytes are the group's K, V, dK, dV, the hidden states between
-    the groups below, and the gradient of the group's output unless the head makes it."""
+    """Return the group sizes, largest first, that take the fewest bytes per token while the fullest
+    group runs backward: its K, V, dK, dV; hidden states between the groups below; and its output's
+    gradient, unless the head makes it."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
     # Recurrent layers have no K, V; those that attend are dealt evenly among them.
@@ -170,7 +170,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
-        """Return group sizes of at least a layer, the largest that take up to `level` bytes."""
+        """Return the largest group sizes, from 1 layer, that take up to `level` bytes each."""
         return [min(layers, max(1, (level - size) // own)) for size in below]
 
     levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})

@@ -36,7 +36,7 @@ class Sharing:
     stages: int = 1  # of a pipeline, which also share the modules outside the layers
 
     def own(self, layers: int, outer: int) -> int:
-        """Return one device's share of `layers` in the layers and `outer` outside, in any unit."""
+        """Return a device's share of bytes or elements: `layers` in the layers, `outer` outside."""
         return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
@@ -44,8 +44,8 @@ class Sharing:
         return -(-size // self.tensor)
 
     def gathered(self, hidden_bytes: int) -> int:
-        """Return the bytes that a layer's graph saves of tokens gathered from other devices.
-        `hidden_bytes` is the size of the hidden states of this device's part of a chunk."""
+        """Return the bytes of other devices' tokens that a layer's graph saves. `hidden_bytes` is
+        the size of this device's hidden states of a chunk."""
         return BLOCKS * (self.tensor - 1) * hidden_bytes
 
 
@@ -106,9 +106,9 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
     if question.layout.cuts_weights():  # ranks of all stages share the modules outside the layers
         whole += outer
     needs_sum = sharing.apart or final < wide
-    own = _own(sharing, model.trainable, outer_trained)
+    own = _own_elements(sharing, model.trainable, outer_trained)
     on_device, on_host = _optimizer_bytes(question, own)
-    weights = _own(sharing, model.parameters, outer) * model.element_bytes - _packed(model)
+    weights = _own_elements(sharing, model.parameters, outer) * model.element_bytes - _packed(model)
     return States(
         weights=weights * (not away),
         gathered=whole * model.element_bytes,
@@ -122,7 +122,7 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
 
 
 def _packed(model: ModelSpec) -> int:
-    """Return how many bytes fewer the quantized weights take; every device has all of them."""
+    """Return the bytes that quantization saves; every device has all quantized weights."""
     return sum(layer.work.packed for layer in model.layers)
 
 
@@ -138,8 +138,8 @@ def _states_on_host(question: Question) -> States:
 
 def input_bytes(question: Question, tokens: int) -> int:
     """Return the bytes of a batch on a rank with `tokens` of the sequence. A loss of
-    log-probabilities adds, for the whole sequence: tokens once more, each token's answer, the
-    log-probabilities, inputs of the loss, its gradient, and the reference's log-probabilities."""
+    log-probabilities adds tensors for the whole sequence: tokens, each token's answer,
+    log-probabilities (the model's and the reference's), inputs of the loss, and its gradient."""
     batch, loss, model = question.run.batch, question.loss, question.model
     found = INPUT_BYTES * batch * tokens
     if not loss.is_cut:
@@ -167,9 +167,8 @@ def sharing_of(question: Question) -> Sharing:
     return Sharing(fsdp_ranks(question), layout.tensor, layout.devices() > 1, stages)
 
 
-def _own(sharing: Sharing, elements: int, outer: int) -> int:
-    """Return one device's share of `elements`, of which `outer` lie outside the layers, where
-    tensor parallelism does not cut them."""
+def _own_elements(sharing: Sharing, elements: int, outer: int) -> int:
+    """Return a device's share of `elements`; tensor parallelism does not cut `outer` of them."""
     return sharing.own(sharing.slice(elements - outer), outer)
 
 
@@ -200,7 +199,7 @@ def update_seconds(question: Question) -> float:
     model, machine = question.model, question.machine
     if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0
-    trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
+    trained = _own_elements(sharing_of(question), model.trainable, model.outer_trainable())
     final, element = gradient_bytes(question), model.element_bytes
     on_host = question.weights is Tier.HOST
     if question.optimizer in (Optimizer.HOST, Optimizer.DISK) and not on_host:
@@ -221,7 +220,7 @@ def drive_bytes(question: Question) -> int:
     if question.optimizer is not Optimizer.DISK:
         return 0
     model = question.model
-    trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
+    trained = _own_elements(sharing_of(question), model.trainable, model.outer_trainable())
     return trained * _state_bytes(model)
 
 

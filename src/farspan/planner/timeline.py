@@ -270,10 +270,10 @@ class _Clock:
 def fold(
     layers: Sequence[Hashable], groups: Sequence[tuple[int, int]], *, inside: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return a few layers that represent all layers of a program, the number of layers that each
-    represents, and the sizes of the groups that are left. Equal entries of `layers` are equal
-    layers. `inside` also folds layers within a group; set it to false if whole groups of weights
-    are copied, since the layers then have to take their full time."""
+    """Return a few layers that stand for all layers of a program, how many layers each stands for,
+    and the sizes of their groups. Entries of `layers` are equal if the layers are. `inside` also
+    folds layers of a group; set it to false if weights are copied by whole groups, since the layers
+    then have to take their full time."""
     kinds = [tuple(layers[first:stop]) for first, stop in groups]
     found, sizes = list[tuple[int, int]](), list[int]()
     for group, count in _folded(kinds, once=BETWEEN):
@@ -287,9 +287,9 @@ def fold(
 
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
-    """Return indices of entries that represent all, each with the number of entries that it
-    represents. The first and the last entry stay. Where a sequence repeats between them, its first
-    `once` and last `once` copies stay, and one more copy represents the rest."""
+    """Return (index, count) pairs: entries that stand for all, each for `count` of them. The first
+    and the last entry stay. Where a sequence repeats between them, its first `once` and last `once`
+    copies stay, and one more copy stands for the rest."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(
@@ -316,16 +316,16 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
 
 
 def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
-    """Return a step's seconds without the update for a program with the layers of a `fold`, and the
-    seconds added by an update that runs `beside` it. A layer that represents several is timed once
-    and multiplied, which is exact if such layers keep the queues busy in the same way."""
+    """Return a step's seconds without the update, and the seconds that an update `beside` it adds.
+    The program has the layers of a `fold`: each is timed once and multiplied by the layers it
+    stands for, which is exact if these keep the queues busy in the same way."""
     costs = _costs(prices)
     alone = _Clock(prices, costs).run()
     return alone, _waited(prices, costs, alone) if beside else 0.0
 
 
 def _waited(prices: Prices, costs: list[Cost], alone: float) -> float:
-    """Return the seconds added to a step that waits for its weights to be updated."""
+    """Return the seconds that waiting for the update of weights adds to a step."""
     return max(0.0, _Clock(prices, costs, updated=prices.updated()).run() - alone)
 
 

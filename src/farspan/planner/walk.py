@@ -138,10 +138,10 @@ class Walk:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
-        """Allocate the gradients of all weights; they count as their own sums if wide enough."""
+        """Allocate all weights' gradients, which are also the sums over chunks if wide enough."""
         if not self.streams:
             outer = sum(self.outer_weights.values())
-            self._take(self._final(sum(map(sum, self.weights)), outer))
+            self._take(self._final_bytes(sum(map(sum, self.weights)), outer))
         if not self.sums_apart:
             self.begun.update(range(len(self.classes)))
             self.outer = frozenset(self.outer_weights)
@@ -169,18 +169,18 @@ class Walk:
             return Peak(self.peak, 0, 0)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
         outer = sum(self.outer_weights.values())
-        gradients = self._final(sum(layers), outer)
+        gradients = self._final_bytes(sum(layers), outer)
         sums = self.wide * (outer + max(layers)) if self.sums_apart else 0
         return Peak(self.peak, gradients, sums)
 
-    def _final(self, layers: int, outer: int = 0) -> int:
-        """Return the bytes of `.grad` for `layers` elements in the layers, `outer` outside."""
+    def _final_bytes(self, layers: int, outer: int = 0) -> int:
+        """Return the bytes of `.grad` of `layers` elements in the layers and `outer` outside."""
         return 0 if self.leaves else self.sharing.own(self.final * layers, self.final * outer)
 
     def _settle(self, layers: int, outer: int = 0) -> None:
-        """Free the fp32 sums of gradients and allocate `.grad`, for weights with `layers` elements
-        in the layers and `outer` outside."""
-        size, final = self.wide * (layers + outer), self._final(layers, outer)
+        """Free the fp32 sums of gradients and allocate `.grad`, for `layers` weight elements in the
+        layers and `outer` outside."""
+        size, final = self.wide * (layers + outer), self._final_bytes(layers, outer)
         if self.leaves:
             self._rise(self.sharing.own(self.wide * layers, self.wide * outer))
         self._take(final)
@@ -320,7 +320,7 @@ class Walk:
             kind = CellKind(
                 self.classes[i.layer],
                 stop - start,
-                self._start(start, self.program.model.layers[i.layer]) if reads else 0,
+                self._alike_start(start, self.program.model.layers[i.layer]) if reads else 0,
                 *run,
             )
             self.kinds[key] = self.cells.get(kind)
@@ -336,9 +336,9 @@ class Walk:
         value = not i.graph or (i.layer, i.chunk) not in self.unread
         return True, value, fresh
 
-    def _start(self, start: int, layer: LayerSpec) -> int:
-        """Return an earlier start of a chunk that sees blocks of the same sizes, so both share a
-        result. It sees fewer full blocks, which run one after the other: the peak is the same."""
+    def _alike_start(self, start: int, layer: LayerSpec) -> int:
+        """Return an earlier start of a chunk that sees equal blocks, so that both share a result.
+        The earlier chunk sees fewer full blocks, which run in turn, so its peak is the same."""
         schedule = self.program.schedule
         size, chunks, window = schedule.kv_block, len(self.program.chunks), layer.window
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
@@ -360,8 +360,8 @@ HALF = ("bfloat16", "float16")
 
 
 def workspace_bytes(question: Question, schedule: Schedule) -> int:
-    """Workspace bytes of a device's largest attention call. `schedule` counts the device's own
-    tokens (`own_schedule`). Without a measurement only deterministic kernels' sums of dQ count."""
+    """Workspace bytes of the largest attention call; `schedule` is in the device's own tokens
+    (`own_schedule`). If unmeasured, only the sums of dQ of deterministic kernels count."""
     return max(_bytes(question, schedule, spec) for spec in question.model.layers)
 
 

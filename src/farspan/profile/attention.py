@@ -216,7 +216,7 @@ def _sink_gradient(
 
 
 class _Sum:
-    """Sum of partial results. If the first has the full shape, it becomes the sum uncopied."""
+    """Sum of partial results; the first becomes the sum, uncopied, if it has the full shape."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width
@@ -261,7 +261,7 @@ def own_blocks(call: Call) -> tuple[Block, ...]:
 
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
-    """Yield blocks of earlier keys in ascending order, in tuples of blocks that share keys."""
+    """Yield blocks of earlier keys in ascending order, one tuple per set of overlapping blocks."""
     for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 

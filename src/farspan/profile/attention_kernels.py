@@ -57,7 +57,7 @@ class Storage:
 
 
 class MetaTensor:
-    """View of a storage, without data. `whole`: all tokens and elements of a head are in it."""
+    """View of a storage, without data; `whole` if it has all tokens and elements of a head."""
 
     __slots__ = ("heads_first", "shape", "storage", "whole", "width")
 
@@ -72,7 +72,7 @@ class MetaTensor:
         return self.storage.memory
 
     def with_heads_first(self) -> bool:
-        """Return whether heads precede tokens in memory; False if there is only one of either."""
+        """Return whether heads precede tokens in memory; False for one head or one token."""
         return self.heads_first and min(self.shape[1:3]) > 1
 
 
@@ -210,7 +210,7 @@ def _cut(x: MetaTensor, elements: int) -> MetaTensor:
 
 
 def visible(memory: Memory, block: Block) -> MetaTensor:
-    """Return which keys each query sees, bool [Sq queries, Sk keys], from int64 distances."""
+    """Return a bool mask [queries, keys] of keys that each query sees, from int64 distances."""
     _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
     del keys

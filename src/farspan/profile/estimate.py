@@ -44,7 +44,7 @@ def estimated(model: ModelSpec, rank: int | None = None) -> ModelProfile:
 
 def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
     """Estimate the memory of one kind of layer. During attention its cell has q, k and v; later it
-    has three tensors as wide as its widest product, or its whole graph."""
+    has three tensors as wide as its widest product or, if larger, its whole graph."""
     width, work = model.element_bytes, layer.work
     hidden = model.hidden * width
     heads = layer.query_heads * layer.head_dim
@@ -115,7 +115,7 @@ def unpacked_bytes(inner: int, outer: int, width: int) -> int:
 
 def adapted(layer: LayerSpec, rank: int) -> Widths:
     """Return the (input, output) widths of a layer's linear modules that have adapters of this
-    rank: `products` lists a module's product, then the two of its adapter."""
+    rank. Such a module has three consecutive `products`: its own and the two of its adapter."""
     products = layer.work.products
     return tuple(
         (inner, outer)
@@ -149,7 +149,7 @@ def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile
 
 
 def _unpacking(kind: KindProfile, more: int) -> KindProfile:
-    """Return a layer kind's profile with `more` bytes throughout a cell except during attention."""
+    """Return a layer kind's profile with `more` bytes in its cells, except during attention."""
     cells = {name: _raised(lines, more) for name, lines in kind.cells.items()}
     return replace(kind, cells=cells)
 

@@ -106,9 +106,9 @@ class FarRow:
         return copies
 
     def _plain(self) -> int:
-        """Return the most bytes that `PlainPages`, attention in plain PyTorch, takes beyond copied
-        pages and results; 0 for other kernels. It takes, in the accumulate dtype, six score
-        matrices, the inputs, and two copies per query head of K and V or of their gradients."""
+        """Return the most bytes that `PlainPages` (attention in plain PyTorch) takes beyond copied
+        pages and results; 0 for other kernels. In the accumulate dtype it takes six score matrices,
+        the inputs, and per query head two copies of K and V, or of their gradients."""
         if not self.plain:
             return 0
         dims = self.head_dim + self.value_dim
@@ -178,9 +178,9 @@ MASKS = 3  # bytes of masks per sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Return the peak bytes of choosing one chunk's pages: queries of a learned index throughout;
+    """Return the peak bytes of choosing one chunk's pages: a learned index's queries, and with them
     first mean keys in the accumulate dtype and scores of some heads and queries, then votes, sorted
-    votes and masks. Ranking superpages takes as much, plus copies of their pages' mean keys."""
+    votes and masks. Superpages need as much, and copies of their pages' mean keys."""
     wide, keys = far.wide, far.candidates * far.means
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     if far.refined:
@@ -209,7 +209,7 @@ def fullest_choice_bytes(far: Far) -> int:
 
 
 def _refining_bytes(far: Far, dim: int) -> int:
-    """Bytes of choosing pages within the superpages ranked first; keys have `dim` elements."""
+    """Bytes of choosing pages within the superpages ranked first; mean keys have `dim` elements."""
     wide, rows = far.wide, far.batch * far.kv_heads
     columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
     row = rows * means * (dim + FarRow.of(far).queries)
@@ -244,9 +244,9 @@ def watch_bytes(far: Far, q_start: int) -> int:
 
 
 def lesson_bytes(far: Far) -> int:
-    """Return the peak bytes of one training example of a learned index: the keys of the pages that
-    one page of queries chose, also in the accumulate dtype if wider; their masks and indices;
-    scores of all heads for the attention mass, then those of the index and their gradients."""
+    """Return the peak bytes of one training example (a page of queries) of a learned index: keys of
+    the chosen pages, also in the accumulate dtype if wider; masks and indices; and all heads'
+    scores for the attention mass or, later, the index's scores with gradients."""
     keys = far.batch * far.kv_heads * far.chosen * far.page
     copied = (far.width < far.wide) * far.head_dim * far.wide
     queries, group = far.query_page, far.heads // far.kv_heads

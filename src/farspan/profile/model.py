@@ -19,13 +19,13 @@ Peak = tuple[Line, ...]  # lines of moments, each possibly the peak
 
 
 def at(line: Line, *tokens: int) -> int:
-    """Bytes that a linear function gives for counts of tokens, each summed over all sequences."""
+    """Return the bytes that a linear function (`line`) gives for token counts of all sequences."""
     constant, *slopes = line
     return ceil(constant + sum(a * b for a, b in zip(slopes, tokens, strict=True)) - 1e-6)
 
 
 def highest(peak: Peak, *tokens: int) -> int:
-    """Largest bytes that linear functions give for these counts of tokens; 0 if there are none."""
+    """Return the most bytes that any of these linear functions gives; 0 if there are none."""
     return max((at(line, *tokens) for line in peak), default=0)
 
 
@@ -49,9 +49,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class CellLines:
-    """Memory of a layer's cell, run in one way (see `form`). Bytes are linear functions (lines) of
-    the cell's tokens and, if token-wise modules run on tiles, of a tile's tokens. A backward's
-    lines include the graph."""
+    """Memory of a layer's cell when run in one way (see `form`). Bytes are linear functions (lines)
+    of the cell's tokens and, if modules run on tiles, of a tile's tokens. A backward's lines
+    include the graph."""
 
     asked: Peak  # until the cell calls attention, where a pass for K, V stops
     before: Peak  # until attention kernels run
@@ -97,7 +97,7 @@ def form(
 
 @dataclass(frozen=True, slots=True)
 class OuterProfile:
-    """Memory outside the layers; the head's is linear in the tokens of a chunk and a loss piece."""
+    """Memory outside the layers; the head's is linear in tokens of a chunk and of a loss piece."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
     by_head: tuple[bool, ...]  # whether the head begins their sums, not the embedding's backward
@@ -245,8 +245,8 @@ class ProfiledCells:
 
 
 def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
-    """Return the memory of a cell, run as `kind` says. If that way was not measured, return the
-    nearest that was: some layers cannot run on tiles, or have no product to skip as unread."""
+    """Return the memory of a cell, run as `kind` says or, if that way was not measured, in the
+    nearest way: some layers cannot run on tiles, or have no product to skip as unread."""
     named = form(
         graph=kind.graph,
         kept=kind.kept,
@@ -291,7 +291,7 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Return the tensors whose gradient sums begin in the head (`by_head`) or the embedding."""
+        """Return which gradient sums begin in the head or, if not `by_head`, in the embedding."""
         pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
         return frozenset(name for name, is_head in pairs if is_head is by_head)
 

@@ -176,8 +176,8 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Yield lines with the bytes of device and host memory, and with the largest causes of each: at
-    most `most`, (device, host). If the plan does not fit, leave out memory that is large enough."""
+    """Yield lines about device and host memory: the bytes, and the largest causes, at most `most`
+    of (device, host). If the plan does not fit, leave out memory that is large enough."""
     tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
         tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
@@ -380,8 +380,8 @@ def loss_words(plan: Plan) -> Iterator[str]:
 
 
 def loss_json(plan: Plan) -> dict[str, Any]:
-    """Return the seconds of a step with three losses: a mean over tokens, the plan's loss with
-    stored log-probabilities of the reference, and the plan's own; empty if its own is a mean."""
+    """Return a step's seconds with three losses: a mean over tokens, the plan's loss with the
+    reference's log-probabilities stored, and the plan's loss. Empty if the plan's is a mean."""
     if not plan.question.loss.is_cut:
         return {}
     one, cut, whole = loss_seconds(plan)

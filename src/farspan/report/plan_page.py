@@ -274,10 +274,10 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
-    """Return the use of one memory by cause for the page's chart, the lowest in the chart first. A
-    constant cause has its bytes; a varying one has a value per frame, in units of `unit` bytes,
-    taken where the memory is fullest within the frame."""
-    varying = _of_buffers(program, tier, at)
+    """Return one memory's bytes by cause for the page's chart, the lowest in the chart first. A
+    constant cause has its bytes. A varying one has a value per frame, in units of `unit` bytes, at
+    the moment of the frame at which the memory is fullest."""
+    varying = _buffer_bytes(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
     for name, size in budget.parts.items():
@@ -289,9 +289,8 @@ def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dic
     return {"limit": budget.limit, "total": budget.total, "unit": unit, "causes": causes}
 
 
-def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Return, for each cause, the bytes of live buffers in each frame, taken at that instruction of
-    the frame at which all buffers together need the most."""
+def _buffer_bytes(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
+    """Return, by cause, the bytes of live buffers at the fullest instruction of each frame."""
     live: dict[str, int] = defaultdict(int)
     fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
@@ -419,9 +418,9 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the data of the page's grid of cells (`farspan.walk`): the operation of each frame;
-    for each cell and each group's input a list [frame, state, frame, state, ...] of the frames in
-    which its state changes, each with the new state."""
+    """Return the data of the page's grid of cells (`farspan.walk`): each frame's operation, and a
+    list for each cell and for each group's input. A list [frame, state, frame, state, ...] has the
+    frames in which the state changes, each with the new state."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]

@@ -72,8 +72,8 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Return a snapshot of the planned step, for the rank with the fullest device; and a note
-    for the user if each point in time of the snapshot stands for several instructions, else ""."""
+    """Return a snapshot of the planned step, for the rank with the fullest device; and a note for
+    the user that each point in time stands for several instructions, or "" if it does not."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -86,7 +86,7 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
     devices = []
     for tier, of_tier in zip((Tier.DEVICE, Tier.HOST), parts, strict=True):
         buffers = _arena(program, tier, moments)
-        states = list(_states(program, tier, of_tier, cells.most))
+        states = list(_lasting_blocks(program, tier, of_tier, cells.most))
         rest = states + (transients if tier is Tier.DEVICE else [])
         if buffers or rest:
             devices.append(_SnapshotDevice(buffers, rest, program.arena_bytes[tier]))
@@ -198,8 +198,8 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """Yield the blocks that end in moment `number`. Update `standing`, the blocks in use by
-        key: remove the ended blocks, and add the new ones."""
+        """Yield the blocks that end in moment `number`. In `standing` (blocks in use, by key)
+        replace them by those that begin."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -287,11 +287,11 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
         yield MemoryBlock(stop - start, born, NEVER, UNUSED, frames, start)
 
 
-def _states(
+def _lasting_blocks(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last the whole step, such as weights; and one for the
-    extra memory of kernels: the plan's bytes for cells less those of the walk, `walked`."""
+    """Yield the blocks outside the arena that last all step, such as weights; and one for kernels'
+    extra memory: the plan's bytes for cells beyond `walked`, those that the walk counts."""
     sizes = {
         name: count
         for name, count in parts.items()

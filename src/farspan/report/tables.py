@@ -64,7 +64,7 @@ def bar(share: float) -> str:
 
 
 def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
-    """Describe each choice of a schedule in a line, for a model's numbers of layers and chunks."""
+    """Describe each choice of a schedule in a line, for a model of this many layers and chunks."""
     lines = [
         _walk(schedule, layers, chunks),
         f"inputs of each group on the {schedule.boundary_inputs}",

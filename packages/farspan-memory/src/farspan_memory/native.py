@@ -45,7 +45,7 @@ class Backend(IntEnum):
 
 
 class Policy(IntFlag):
-    """Switches of the stitching allocator, which the C header describes."""
+    """Switches of the stitching allocator; the C header describes each."""
 
     PAPER = 0
     LAZY = 1
@@ -160,7 +160,7 @@ class Statistics:
 
 
 class NativeEvent(NamedTuple):
-    """A recorded event: a malloc, a free of the malloc with the same id, or mark number `size`."""
+    """A recorded event: a malloc, a free (with the malloc's id), or a mark (number `size`)."""
 
     kind: EventKind
     id: int
@@ -339,7 +339,7 @@ class Allocator:
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
-        """Let reuse of this memory, once freed, wait for the work queued on the stream by then."""
+        """Delay reuse of this memory until the work that is on the stream at its free is done."""
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:
@@ -379,7 +379,7 @@ class Allocator:
             start += n
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
-        """Follow these rows of a plan from the next iteration on (none: no plan). Raises
+        """Follow these rows of a plan (none: no plan) from the next iteration on. Raises
         NativeError for a row beyond the arena, NativeOutOfMemory for an arena beyond the
         capacity."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))

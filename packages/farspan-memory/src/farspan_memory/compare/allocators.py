@@ -130,7 +130,7 @@ class SimulatedOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one stream, for small or for large requests, by size, then address."""
+    """Free blocks of a stream for small or for large requests, sorted by size, then address."""
 
     small: bool
     stream: int
@@ -252,7 +252,7 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Remove and return the smallest sufficient free block; None if missing or refused."""
+        """Remove and return the smallest sufficient free block; None without one, or if refused."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -260,7 +260,7 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """Return whether max_split_size forbids a request of `size` a free block of `fits` bytes.
+        """Return whether max_split_size denies a free block of `fits` bytes to a request of `size`.
         Blocks at or above the limit serve only requests at or above it that leave little unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
@@ -337,8 +337,8 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect(self) -> None:
-        """Apply garbage_collection_threshold: while more than that share is reserved, free unused
-        segments of at least average age, counted in searches since they became free."""
+        """Apply garbage_collection_threshold: while more than this share of memory is reserved,
+        free unused segments of at least average age, counted in searches since they became free."""
         target = self.reserved - int(self.settings.collect_at * self.capacity)
         whole = [
             block
@@ -440,8 +440,8 @@ class ExpandableAllocator(CachingAllocator):
         return SMALL_SEGMENT if pool.small else self.settings.large_segment
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Remove and return the best-fitting free block; one that lies before unmapped addresses
-        counts with the size to which it can grow. None if none fits, or if the best is refused."""
+        """Remove and return the best-fitting free block; None if none fits or the best is refused.
+        A block before unmapped addresses counts with the size to which it can grow."""
         free = pool.free
         index = bisect_left(free, (size, 0))
         if index == len(free):

@@ -69,8 +69,8 @@ class DriverCost:
 
 
 def _call_seconds(*units: float) -> tuple[tuple[int, float], ...]:
-    """Return (bytes of a handle, seconds of one call) for three sizes of handles. `units`:
-    published times of the calls for 2 GiB in all, in units of one cuMalloc of 2 GiB."""
+    """Return (bytes of a handle, seconds of one call) for three sizes of handles. Each of `units`
+    is the published time of the calls for 2 GiB, in units of one cuMalloc of 2 GiB."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
@@ -347,7 +347,7 @@ def steps_of(trace: Trace) -> list[Step]:
 
 
 def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
-    """Return a trace's marks as (position, name). Positions are shares of events before a mark."""
+    """Return a trace's marks as (position, name); a position is the share of events before it."""
     positions, before = [], 0
     for event in trace.events:
         if isinstance(event, Mark):

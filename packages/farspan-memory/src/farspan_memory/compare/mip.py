@@ -134,8 +134,8 @@ def place_by_mip(
 
 
 def _proved_units(bound: float | None, cap: int) -> int:
-    """Return a lower bound on the height, in units: the bound that the solver proved, less the
-    error that its tolerance allows in rows (constraints) and, times M_cap, in binary variables."""
+    """Return a lower bound on the height, in units: the solver's bound less the error that its
+    tolerance allows, in rows (constraints) and, M_cap times as much, in binary variables."""
     if bound is None or not math.isfinite(bound):
         return 0
     return math.ceil(bound - TOLERANCE * (2 + cap))
@@ -167,9 +167,9 @@ def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
 def _exact_addresses(
     requests: Sequence[PlacementRequest], program: MixedIntegerProgram, x: Sequence[float]
 ) -> Placement | None:
-    """Return addresses in whole bytes: each tensor as low as the tensors that lie below it in the
-    solution allow, since the solver's own addresses have errors of up to a millionth of M_cap. None
-    if the solution's order contains a cycle, as for sizes below the tolerance."""
+    """Return addresses in whole bytes: each tensor as low as the tensors below it in the solution
+    allow. (The solver's own addresses have errors of up to a millionth of M_cap.) Return None if
+    the solution's order has a cycle, as for sizes below the tolerance."""
     below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     for z, (i, j) in enumerate(program.pairs, len(requests) + 1):
         low, high = (i, j) if x[z] < 0.5 else (j, i)
