@@ -225,8 +225,8 @@ def settle(config: DataConfig) -> DataConfig:
 
 
 def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
-    """Raise UnsupportedError if `data.source` contradicts the files: text, but all are records or
-    one is a table; or JSON lines, but one is a table or CSV."""
+    """Raise UnsupportedError if the files are not what `data.source` says. `text` allows no table,
+    and not only records; `jsonl` allows neither tables nor CSV."""
     held = [SUFFIXES.get(suffix_of(file), "text") for file in files]
     other = ("table", "csv") if kind is SourceKind.JSONL else ("table",)
     wrong = [file for file, own in zip(files, held, strict=True) if own in other]
@@ -582,7 +582,7 @@ def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
 
 
 def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
-    """Combine the held-out documents of all sources, such that each sequence is read once."""
+    """Combine all sources' held-out documents for evaluation, which reads each sequence once."""
     return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
 
 
@@ -685,7 +685,7 @@ def _describe_files(part: Part) -> Iterator[str]:
 
 
 def _counts(counts: Counter[str]) -> str:
-    """Return the most frequent names with their counts as text, and the number of all others."""
+    """Return counts by name as text, the largest first, such as `8 .py, 3 .md, 2 others`."""
     most = counts.most_common(_MOST_KINDS)
     others = counts.total() - sum(number for _, number in most)
     return ", ".join(f"{number:,} {name}" for name, number in most) + (

@@ -125,7 +125,8 @@ class Packing:
         return self._store.documents()
 
     def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
-        """Return the tokens of a piece at which documents begin (of a pair: its two answers)."""
+        """Return where documents begin in a piece, in tokens: at 0 or, in a pair, at both
+        answers."""
         if self._store.middles is None:
             return (0,)
         start = self._store.starts[piece.document]
@@ -148,7 +149,8 @@ class Sequences(Protocol):
 
     @property
     def kept(self) -> PackingStats:
-        """Counts of what is packed, for an epoch or, of a stream, for its first window."""
+        """Counts of packed documents and tokens: an epoch's or, for a stream, its first
+        window's."""
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the sequences with these indices, `[len(indices), context]`."""
@@ -203,7 +205,7 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return a batch of packing `packing` whose pairs have numbers unique in the mixture."""
+        """Return a batch of packing `packing` with its pairs numbered as in the whole mixture."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)
@@ -243,8 +245,9 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def seed_of_source(seed: int, number: int) -> int:
-    """Return the random seed of source `number`. The first source has the run's seed, so that its
-    order stays if others are added; equally large sources are shuffled differently."""
+    """Return the random seed of source `number`: the run's own for the first source, whose order
+    thus stays if others are added, and new ones for others, lest equally large sources be shuffled
+    alike."""
     if number == 0:
         return seed
     return int(Draw.SOURCES.generator(seed, number).integers(1 << 62))
@@ -269,7 +272,7 @@ class PieceArrays:
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """Shuffle of one epoch: which piece is in each place of the layout; the sequences' order."""
+    """Shuffle of one epoch: the piece in each place of the layout, and the order of sequences."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64

@@ -163,8 +163,8 @@ Behind = tuple[Generator[Document], Callable[[Document], list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Documents in files, in order: each text file is a document, and each record. A file's suffix
-    tells its format, unless `kind` does."""
+    """Documents in files, in order: a text file is one document, and so is each record of other
+    files. `kind` tells the format of all files or, if `auto`, each file's suffix does."""
 
     files: tuple[Path, ...]
     kind: SourceKind = SourceKind.AUTO

@@ -295,7 +295,8 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own_fault(self, error: BaseException, words: str) -> Fault:
-        """Return this rank's fault: `words`, or for a timeout, that it waited for another rank."""
+        """Return this rank's fault with the message `words`; that of a timeout blames another
+        rank."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
@@ -365,7 +366,8 @@ class FailureDetector:
 
     def _listen(self) -> None:
         """Measure for how long the store has not answered, and end the process if too long, see
-        Note: [The store]. Counts rounds of this loop, not time in which the process was frozen."""
+        Note: [The store]. Counts rounds of this loop, so that time in which the process is frozen
+        adds none."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
@@ -502,9 +504,8 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """Stops all ranks at the same checkpoint, a call of `pass_place`, see Note: [Stopping
-    together]. Main threads call `pass_place`, heartbeat threads `look`, and signal handlers may
-    call `ask`."""
+    """Stops all ranks at the same call of `pass_place`, see Note: [Stopping together]. Main threads
+    call `pass_place`, heartbeat threads `look`, and signal handlers may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
         """Join as this rank; other ranks' answers are waited for up to `patience` seconds."""

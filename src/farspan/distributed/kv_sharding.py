@@ -49,8 +49,8 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """K, V of earlier chunks (`KeyValues`), of which a ring of ranks reads all rows of this rank at
-    once, and adds all these rows' gradients at once."""
+    """K, V of earlier chunks (`KeyValues`) for a ring of ranks, which reads all rows of this rank
+    at once, and adds the gradients of all these rows at once."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
         """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks, T rows."""
@@ -135,7 +135,7 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return the call of this rank's queries over peer `source`'s rows, all as earlier keys."""
+        """Return the call for this rank's queries and peer `source`'s rows, as all earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(

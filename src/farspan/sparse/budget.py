@@ -94,7 +94,7 @@ class KeptMass:
         return replace(self.sparse, budget=budget, selector=name)
 
     def judged(self) -> int:
-        """Return the budget to compare losses at: the advised, else the largest below all pages."""
+        """Return the budget for comparing losses: the advised, else the largest below all pages."""
         advised = self.advised()
         return self.budgets[-2] if advised is None else advised.budget
 

@@ -106,8 +106,8 @@ class _PageSlot:
 
 @dataclass(slots=True)
 class PageSlots:
-    """Device memory for slabs (blocks of gathered pages), as slots that cells use in turn; and how
-    many units (K, V of a page) each cell chose, kept so that the CPU waits for this number once."""
+    """Device memory for slabs (blocks of gathered pages), in slots that cells use in turn. `counts`
+    keeps how many units (K, V of a page) a cell chose, so that the CPU waits for it once."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
@@ -488,8 +488,8 @@ class SparseCell:
 
 
 def _keep(choice: Tensor, buffer: Tensor) -> None:
-    """Store each query page's choice in a buffer [B, KV heads, query pages, k], padded by -1.
-    Raises UnsupportedError if it has more than k pages."""
+    """Store the chosen pages of each query page in a buffer [B, KV heads, query pages, k], padded
+    by -1. Raises UnsupportedError if a query page chose more than k pages."""
     width, most = choice.shape[3], buffer.shape[3]
     if width > most and bool((choice[..., most:] >= 0).any()):
         raise UnsupportedError(
@@ -588,8 +588,8 @@ class SparseRun:
     def watch(
         self, i: Forward, call: SparseCall, q: Tensor, k: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
-        """Measure the share of dense attention's mass that a few of the cell's queries see, for
-        `seen` to return. Reads all keys before the chunk, so it is called for one cell per step."""
+        """Measure which share of dense attention's mass a few of the cell's queries see; `seen`
+        then returns it. Reads all keys before the chunk, so it is called for one cell per step."""
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]

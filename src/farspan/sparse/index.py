@@ -407,6 +407,6 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Return a selector that chooses by `function`: the function itself or, in place of an index,
-    the index with `function`, so that it still reads the index's votes."""
+    """Let `function` choose the pages. Returns `function` or, if `selector` is an index, the index
+    with `function`, which then still reads the index's votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

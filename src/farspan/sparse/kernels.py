@@ -289,9 +289,9 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Return the query page whose rows are in tile number `step`, or that of each row if a tile
-    holds several query pages. Tiles hold the query pages that chose one page of keys; rows after
-    the last one get the number of a query page without queries."""
+    """Return the query page of each row in tile number `step`, or one number if all rows have the
+    same. Tiles hold the query pages that chose one page of keys; rows after the last of these get
+    the number of a query page without queries."""
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
@@ -305,9 +305,9 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
-    """Return a tile's first row (query head within its group, token within its query page) and all
-    rows' offsets (heads, tokens) from it. The offsets are the same for all tiles, unless a tile has
-    several query pages or cuts heads unevenly."""
+    """Return a tile's first row, as query head within its group and token within its query page,
+    and the offsets (heads, tokens) of all rows from it. The offsets are the same for all tiles,
+    unless a tile has several query pages or cuts heads unevenly."""
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)

@@ -153,9 +153,9 @@ class EightBitStates:
             self._adam.state[parameter] = self._zeros(parameter)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's initial AdamW state, in the format that torchao would choose at the
-        first step. No public function makes it: `_new_buffer(parameter, signed)` returns zeros of
-        one byte per element, or in the parameter's dtype if it is small or no multiple of 256."""
+        """Return a parameter's first AdamW state, all zeros, as torchao's own step would make it.
+        No public function does: `_new_buffer(parameter, signed)` returns one byte per element, or
+        the parameter's dtype if it is small or no multiple of 256."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }
@@ -327,8 +327,8 @@ class TrainingOptimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """Limit the gradients, whose norm is `norm`, as configured; update; drop them. A thread may
-        do so while the next step begins: call `settle` before reading weights or states."""
+        """Clip the gradients, whose norm is `norm`, update the parameters, drop the gradients. A
+        thread may do so during the next step: call `settle` before reading weights or states."""
         if self._thread is not None:
             self._update_on_thread(self._thread, lr, norm)
             return

@@ -605,8 +605,8 @@ def show_data(
 
 
 def glance_at_data(run: RunConfig) -> list[str]:
-    """Return the lines of `show_data` for the first sequence, or a line that says why they are
-    missing. Reads only local data of the run file that is prepared or quick to prepare."""
+    """Return the lines of `show_data` for the first sequence, or one line that says why they are
+    missing. Reads only local data that are prepared or quick to prepare."""
 
     def watch(documents: int, tokens: int, read: HowFar) -> None:  # noqa: ARG001
         if documents > GLANCE[0] or tokens > GLANCE[1]:
