@@ -272,8 +272,7 @@ def _finish(
 
 
 def _sum(listed: Mapping[str, Any]) -> str:
-    """Return the XXH3 digest of the content of a checkpoint's JSON file, whatever its
-    formatting."""
+    """Return the XXH3 digest of a checkpoint's JSON file, whatever the file's formatting."""
     return xxh3_64_hexdigest(json.dumps(listed, sort_keys=True).encode("utf-8"))
 
 

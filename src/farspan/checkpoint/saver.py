@@ -90,7 +90,6 @@ class TrainState:
 
 
 def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
-    """Return the progress in a checkpoint's state. Raises UnsupportedError if it is missing."""
     position: Any = state.get("position")
     whole = isinstance(position, dict) and position.keys() == {"step", "tokens", "skipped"}
     if not whole or any(type(value) is not int or value < 0 for value in position.values()):

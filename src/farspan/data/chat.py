@@ -237,7 +237,6 @@ class ChatForm(Form):
         return [read_message(m, place) for m, place in zip(given, places, strict=True)]
 
     def _from_sharegpt(self, document: Document, turns: Sequence[Message]) -> Sequence[Message]:
-        """Convert ShareGPT messages to messages with role and content."""
         messages: list[Message] = []
         for number, message in enumerate(turns, start=1):
             role = _SPEAKERS.get(str(message.get("from")))
@@ -498,7 +497,7 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class PromptForm(Form):
-    """Reader of records of a prompt and its completion, or of two fields that mean the same, as
+    """Reader of records of a prompt and its completion, or of two other fields used as such, as
     texts or messages. The prompt is trained only if `everything` is set."""
 
     prompt: str

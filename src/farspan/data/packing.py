@@ -125,8 +125,7 @@ class Packing:
         return self._store.documents()
 
     def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
-        """Return where documents begin in a piece, in tokens: at 0 or, in a pair, at both
-        answers."""
+        """Return the tokens where a piece's documents begin: 0 or, in a pair, both answers'."""
         if self._store.middles is None:
             return (0,)
         start = self._store.starts[piece.document]
@@ -149,8 +148,7 @@ class Sequences(Protocol):
 
     @property
     def kept(self) -> PackingStats:
-        """Counts of packed documents and tokens: an epoch's or, for a stream, its first
-        window's."""
+        """Counts of packed documents and tokens, per epoch or, for a stream, its first window."""
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the sequences with these indices, `[len(indices), context]`."""
@@ -245,9 +243,9 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def seed_of_source(seed: int, number: int) -> int:
-    """Return the random seed of source `number`: the run's own for the first source, whose order
-    thus stays if others are added, and new ones for others, lest equally large sources be shuffled
-    alike."""
+    """Return the random seed of source `number`: for the first the run's, so that its order stays
+    if others are added; others get their own, as equally large sources must be shuffled
+    differently."""
     if number == 0:
         return seed
     return int(Draw.SOURCES.generator(seed, number).integers(1 << 62))

@@ -498,7 +498,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound on the values in a JSON text: its `,`, `[` and `{` outside strings."""
+    """Return at least the number of values in a JSON text: of `,`, `[` and `{` outside strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):

@@ -353,7 +353,6 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Yield the digest of each block of a file."""
     # The file is read, not mapped: mapped pages would stay in memory.
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):

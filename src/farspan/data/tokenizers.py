@@ -432,7 +432,6 @@ _FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
 def _refuse_huge_files(folder: Path) -> None:
-    """Raise UnsupportedError if the files from which a tokenizer is loaded are too large."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
             raise UnsupportedError(

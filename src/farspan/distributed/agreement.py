@@ -137,8 +137,7 @@ _DIGEST = "digest "
 
 
 def between(name: str, values: list[str]) -> str:
-    """Return an error message: the different values of the fact `name`, and which ranks have
-    each."""
+    """Return an error message: a fact's different values, and which ranks have each value."""
     kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
     if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
         return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())

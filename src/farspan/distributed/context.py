@@ -90,8 +90,8 @@ class ParallelContext:
         return peers
 
     def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
-        """Return the process group along these axes. Axes with the same ranks share one, since a
-        gloo group takes threads and half a second; in most layouts five axes have one rank each."""
+        """Return the process group along these axes. Axes with the same ranks share one: a gloo
+        group takes threads and half a second, and in most layouts five axes have only one rank."""
         several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
         if not several and alone:
             return None

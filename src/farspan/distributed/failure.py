@@ -71,7 +71,7 @@ sync_record = SyncRecord()
 
 
 def record_sync() -> None:
-    """Count a synchronisation before it begins, outside of steps: a late rank has counted fewer."""
+    """Count a synchronisation outside steps, before it begins: a late rank has a lower count."""
     sync_record.syncs += 1
 
 
@@ -295,8 +295,7 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own_fault(self, error: BaseException, words: str) -> Fault:
-        """Return this rank's fault with the message `words`; that of a timeout blames another
-        rank."""
+        """Return this rank's fault: the message `words`, but a timeout blames another rank."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
@@ -336,7 +335,7 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 reports the error text `words`, waiting two heartbeats for it."""
+        """Wait up to two heartbeats; return whether rank 0 has reported the error text `words`."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
@@ -365,9 +364,9 @@ class FailureDetector:
                 self._task.give_up()
 
     def _listen(self) -> None:
-        """Measure for how long the store has not answered, and end the process if too long, see
-        Note: [The store]. Counts rounds of this loop, so that time in which the process is frozen
-        adds none."""
+        """Measure how long the store has not answered; end the process if too long, see Note: [The
+        store]. Counts rounds of this loop, to which time in which the process is frozen adds
+        none."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0

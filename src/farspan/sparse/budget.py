@@ -55,11 +55,11 @@ class KeptMass:
         return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
-        """Return the share of attention a selector keeps with `budgets[place]`, over all layers."""
+        """Return the share of attention that a selector keeps with `budgets[place]`, on average."""
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the smallest share of attention in a layer with `budgets[place]`, and which."""
+        """Return (share, layer) for the layer that keeps least attention with `budgets[place]`."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:

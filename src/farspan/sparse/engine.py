@@ -107,7 +107,7 @@ class _PageSlot:
 @dataclass(slots=True)
 class PageSlots:
     """Device memory for slabs (blocks of gathered pages), in slots that cells use in turn. `counts`
-    keeps how many units (K, V of a page) a cell chose, so that the CPU waits for it once."""
+    keeps how many units (K, V of a page) each cell chose: the CPU waits for each number once."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))

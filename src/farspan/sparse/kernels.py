@@ -43,7 +43,7 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return the addresses of a part of the width of vectors at `offset` + row, and a mask."""
+    """Return the addresses of one part (of the width) of the vectors in these rows, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -53,7 +53,7 @@ def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def _load(x, offset, row, fits, shape: tl.constexpr):
-    """Load a tile of vectors as a tuple of parts of their width; zeros for rows outside `fits`."""
+    """Load vectors as a tuple of the parts of their width; zeros for rows outside `fits`."""
     tile = ()
     for part in tl.static_range(len(shape.parts)):
         at, mask = _vectors(x, offset, row, fits, part, shape)
@@ -434,7 +434,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 
 @triton.jit
 def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
-    """Return the page of each column of votes; after the last column, a number above all pages."""
+    """Return the page that each column of votes is for; a number above all pages beyond them."""
     page = column
     if superpages is not None:
         each = _size(sizes.columns) // shape.superpage

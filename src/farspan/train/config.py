@@ -245,8 +245,7 @@ class SparseConfig(Sparse):
             )
 
     def spec(self) -> Sparse:
-        """Return these settings as the `Sparse` of a Schedule, without `warn_below` and the
-        index."""
+        """Return the settings as a Schedule's `Sparse`: without `warn_below` and the index."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":

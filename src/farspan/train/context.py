@@ -122,8 +122,8 @@ def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
     """Describe a sharded model for the planner, with the sizes of the unsharded model. Raises
-    UnsupportedError for ZeRO stages 1 and 2, and under tensor parallelism for models whose sizes
-    their configuration does not give, such as those with adapters."""
+    UnsupportedError for ZeRO stages 1 and 2, and under tensor parallelism for models, such as those
+    with adapters, whose configuration alone does not give their sizes."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
     if stage not in (Stage.ZERO_0, Stage.ZERO_3):
         raise UnsupportedError(
@@ -141,8 +141,7 @@ def inspect_sharded(
 
 
 def _merge_work(inspected: InspectedModel, spec: ModelSpec) -> InspectedModel:
-    """Return `inspected` with the model `spec`, but with each layer's FLOP and bytes as
-    profiled."""
+    """Return `inspected` with model `spec`, but each layer's FLOP and bytes as profiled."""
     assert inspected.profile is not None, "it has been profiled"
     pairs = zip(spec.layers, inspected.profile.spec.layers, strict=True)
     # Only the model knows which weights are packed, and their bytes.

@@ -167,7 +167,7 @@ WHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Place of a run's optimizer states, never `auto`, and the reason for it."""
+    """The place chosen for a run's optimizer states (never `auto`), and the reason for it."""
 
     states: StatesPlace
     reason: str
@@ -184,9 +184,8 @@ def is_unified(device: torch.device) -> bool:
 
 
 def open_of(run: RunConfig) -> Open:
-    """Return which choices the run file leaves to the planner: the tier of the optimizer states,
-    the tier of the weights (only together with the schedule), and whether states may go to a
-    drive."""
+    """Return which choices the run file leaves to the planner: the tier of optimizer states, the
+    tier of weights (only together with the schedule), and whether to use a drive."""
     schedule, optimizer = run.schedule, run.optimizer
     weights = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
     return Open(optimizer.states is StatesPlace.AUTO, weights, optimizer.disk is not None)

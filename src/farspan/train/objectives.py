@@ -54,8 +54,7 @@ class _LogProbLoss:
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, updates: int) -> None:
-        """Compute what the loss needs before training starts or resumes, after `updates`
-        updates."""
+        """Compute what the loss needs before a run starts, or resumes after `updates` updates."""
 
     def train(self, step: Step, micro: Micro, total: int, share: float) -> Sums:
         """Run forward and backward on a batch. Returns the batch's share of the loss and of each
@@ -92,8 +91,8 @@ class _LogProbLoss:
 
     @contextmanager
     def detached(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run the block's forwards on `step` without gradients, and without reporting them as
-        progress of training. A stop signal still ends them between two cells."""
+        """Inside the block, let `step` run forwards without gradients, and without reporting them
+        as progress of training. A stop signal still ends them between two cells."""
         reported = step.progress
         step.progress = progress or self._check
         try:
@@ -310,8 +309,7 @@ SINGLE: dict[LossKind, type[_LogProbLoss]] = {LossKind.DISTILL: DistillationLoss
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> _LogProbLoss:
-    """Return a run's loss: a PreferenceLoss for answer pairs, else an object of its kind's
-    class."""
+    """Return a run's loss: a PreferenceLoss for answer pairs, else of its kind's class."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return SINGLE[batches.ctx.run.objective.kind](batches, observer)

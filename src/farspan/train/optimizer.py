@@ -207,8 +207,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
-    """Return by name whether weight decay applies to a trainable parameter: it applies to matrices,
-    but not to norms, biases and embeddings, whether tied to the head or not."""
+    """Return, for each trainable parameter by name, whether weight decay applies: to matrices, but
+    not to norms, biases and embeddings, whether tied to the head or not."""
     embeddings = {
         id(parameter)
         for module in model.modules()
@@ -292,8 +292,8 @@ class TrainingOptimizer:
             self._updating.result()
 
     def abandon(self) -> None:
-        """Stop the running update after its current parameter, because the process waits for the
-        update's thread at exit. Parameters and states are unusable afterwards."""
+        """Stop the running update after its current parameter, so that the process need not wait
+        for the whole update at exit. Parameters and states are unusable afterwards."""
         self._is_left = True
 
     def held(self) -> StateBytes:

@@ -250,7 +250,6 @@ def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Questi
 
 
 def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
-    """Return the layout of ranks that the run would have on `gpus` devices."""
     if isinstance(parallel, Parallel):
         return parallel.layout(gpus or parallel.asked())
     if parallel is None and gpus is None:
@@ -259,5 +258,5 @@ def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: Machin
 
 
 def stretched_by(model: str, tokens: int) -> dict[str, Any]:
-    """Return the overrides (positions, RoPE) that let `model`, a name or folder, read `tokens`."""
+    """Return configuration overrides by which `model` (name or folder) reads `tokens` tokens."""
     return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)

@@ -85,8 +85,8 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
-    """Return the run with its tokenizer (default: the model's, or bytes for random weights) and the
-    replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
+    """Complete a run: set its tokenizer (default: the model's, or bytes for random weights) and the
+    number of replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -509,7 +509,6 @@ def refuse_weights(weights: Tier, layout: Layout) -> None:
 
 
 def _inspected(run: RunConfig, device: torch.device, blank: Any) -> InspectedModel:
-    """Describe the run's model for the planner from a model without weights."""
     rank = 0 if run.model.lora is None else run.model.lora.everywhere()
     stages = CausalLMStages(blank, device)
     return inspect_blank(stages, run.model.dtype.value, device, rank, run.kernels)

@@ -268,7 +268,6 @@ class StepRunner:
         return {"memory_planned_bytes": self._planned, "memory_resident_bytes": self._resident}
 
     def _write_step(self, recorder: StepRecorder, seconds: float) -> None:
-        """Write step.json, with the times and memory of the recorded step."""
         ctx, choice, expected = self._ctx, self._choice, self._expected
         assert choice is not None, "a step was done"
         assert expected is not None, "it was sized"

@@ -231,8 +231,7 @@ class TrainingLoop:
             return found, seen
 
     def _routing(self, micro: Micro, share: float) -> dict[str, Any]:
-        """Return arguments that make a step add its routers' losses, times `share`; {}: no
-        routers."""
+        """Return what makes a step add `share` times its routers' losses; {}: no routers."""
         if not self._has_routers:
             return {}
         return {"attention_mask": micro.attention_mask, "router_share": share}
@@ -559,8 +558,7 @@ def _fitted(
     callbacks: Sequence[Callback],
     entered: ExitStack,
 ) -> TrainingResult:
-    """Train, compare with the plan, and export. Save first if a signal or lack of memory ends
-    it."""
+    """Train, compare with the plan, export; if a signal or lack of memory ends this, save."""
     result = _unfinished(run, world)
     try:
         loop = _make_loop(run, parts, world, folder, observer, callbacks)

@@ -416,7 +416,6 @@ def _describe_option(option: Any) -> str:
 
 
 def _run_file_values(option: type[Enum]) -> list[str]:
-    """Return the values of an enum that a run file may use."""
     return [str(m.value) for m in option if not (isinstance(m, LossKind) and m.row.of_loops)]
 
 
