@@ -425,8 +425,8 @@ class _Turn:
 
 
 def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """Return a placeholder, which no record contains, to find where a template writes a content. It
-    is a list of parts if any of the messages' contents is one, else a text."""
+    """Return a placeholder, which no record contains, to find where a template writes a message's
+    content. It is a list of parts if any message's content is one, else a text."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 

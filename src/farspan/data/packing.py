@@ -125,7 +125,7 @@ class Packing:
         return self._store.documents()
 
     def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
-        """Return the tokens where a piece's documents begin: 0 or, in a pair, both answers'."""
+        """Return at which tokens of a piece documents begin: 0, and a pair's second answer."""
         if self._store.middles is None:
             return (0,)
         start = self._store.starts[piece.document]
@@ -161,7 +161,7 @@ class Sequences(Protocol):
 
 
 class Mixture:
-    """Sequences of several packings, mixed so that each packing has its weight as share of the
+    """Sequences of several packings, mixed so that each packing's weight is its share of the
     tokens.
 
     Each sequence is from one packing. The k-th sequence of packing p is due at (k + 1/2) / rate(p),

@@ -498,7 +498,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return at least the number of values in a JSON text: of `,`, `[` and `{` outside strings."""
+    """Return an upper bound on a JSON text's values: how many `,`, `[`, `{` are outside strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):

@@ -630,9 +630,8 @@ Read = Callable[[Document], Content]
 
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
-    """Yield a function that reads records by `form`. If `form` renders a template, it reads in a
-    child process, and raises UnsupportedError for a record that takes more than CPU_SECONDS or
-    MEMORY."""
+    """Yield a function that reads records by `form`. If `form` renders a template, a child process
+    reads, and a record that takes more than CPU_SECONDS or MEMORY there raises UnsupportedError."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):
         yield form.read

@@ -97,7 +97,7 @@ def find_parameters(
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return by name (module, id, dtype, shape, requires_grad), to detect replaced parameters."""
+    """Return (module, id, dtype, shape, requires_grad) by name, to detect replaced parameters."""
     return {
         f"{path}.{leaf}" if path else leaf: (module, id(p), p.dtype, p.shape, p.requires_grad)
         for path, module in model.named_modules()

@@ -135,7 +135,7 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return the call for this rank's queries and peer `source`'s rows, as all earlier keys."""
+        """Return the call for this rank's queries over peer `source`'s rows, as earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(

@@ -55,7 +55,7 @@ class KeptMass:
         return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
-        """Return the share of attention that a selector keeps with `budgets[place]`, on average."""
+        """Return the mean share, over layers, of attention that is kept with `budgets[place]`."""
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:

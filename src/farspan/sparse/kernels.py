@@ -434,7 +434,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 
 @triton.jit
 def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
-    """Return the page that each column of votes is for; a number above all pages beyond them."""
+    """Return the page of each column of votes; for columns after the last, one above all pages."""
     page = column
     if superpages is not None:
         each = _size(sizes.columns) // shape.superpage

@@ -294,8 +294,8 @@ def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
-    """Combine the weights [B, h, r, t, n] that single queries give pages into `votes` [B, h, m, n]
-    of m pages of queries, in place: by the largest weight, or else by the sum."""
+    """Pool the weights [B, h, r, t, n] that single queries give pages into `votes` [B, h, m, n] of
+    their m pages of queries, in place: the largest weight or, unless `largest`, the sum."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
         weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)

@@ -122,8 +122,8 @@ def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
     """Describe a sharded model for the planner, with the sizes of the unsharded model. Raises
-    UnsupportedError for ZeRO stages 1 and 2, and under tensor parallelism for models, such as those
-    with adapters, whose configuration alone does not give their sizes."""
+    UnsupportedError for ZeRO stages 1 and 2. With tensor parallelism also for a model, such as one
+    with adapters, whose configuration alone does not give its sizes."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
     if stage not in (Stage.ZERO_0, Stage.ZERO_3):
         raise UnsupportedError(

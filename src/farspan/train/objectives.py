@@ -291,7 +291,7 @@ def text_config(model: Any) -> Any:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Switch all adapters off inside the block, and leave their parameters trainable. peft's own
-    context manager freezes them, and farspan would have to inspect the model again."""
+    context manager freezes them, after which farspan would have to inspect the model again."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
@@ -309,7 +309,7 @@ SINGLE: dict[LossKind, type[_LogProbLoss]] = {LossKind.DISTILL: DistillationLoss
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> _LogProbLoss:
-    """Return a run's loss: a PreferenceLoss for answer pairs, else of its kind's class."""
+    """Return the object that computes a run's loss: for answer pairs a PreferenceLoss."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return SINGLE[batches.ctx.run.objective.kind](batches, observer)

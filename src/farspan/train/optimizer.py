@@ -154,8 +154,8 @@ class EightBitStates:
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's first AdamW state, all zeros, as torchao's own step would make it.
-        No public function does: `_new_buffer(parameter, signed)` returns one byte per element, or
-        the parameter's dtype if it is small or no multiple of 256."""
+        Uses the private `_new_buffer(parameter, signed)`, for lack of a public function: one byte
+        per element, or the parameter's dtype if it is small or no multiple of 256."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }

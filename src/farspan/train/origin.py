@@ -162,9 +162,9 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
-    """Copy the weights that `start` names into a loaded model. Does nothing if a checkpoint will
-    replace them: this run's or, with `start.states`, that of `start`. Raises UnsupportedError
-    naming the field."""
+    """Copy the weights of `start` (another run or adapters) into a loaded model. Does nothing if a
+    checkpoint will replace them: this run's or, with `start.states`, the other run's. Raises
+    UnsupportedError naming the field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return

@@ -56,7 +56,7 @@ from farspan.train.yaml_config import as_yaml, to_mapping
 
 @dataclass(frozen=True, slots=True)
 class PlanOfRun:
-    """The plan of an update of a run file, with the tokens and the time of the whole run."""
+    """A run file's plan for one update, with the tokens and the time of the whole run."""
 
     run: RunConfig
     plan: Plan

@@ -265,7 +265,7 @@ class SchedulePolicy:
 
 def _reused(plan: Plan | None, question: Question) -> Plan | None:
     """Return `plan`, sized again for `question`. None if `question` differs from the plan's own in
-    more than the machine, or if it leaves the plan less memory to spare."""
+    more than the machine, or if the plan would have less memory to spare than before."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)

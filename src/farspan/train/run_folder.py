@@ -407,7 +407,7 @@ class Finding:
 
 
 def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
-    """Find what is not finite: the loss or only gradients; the first such weight and gradient."""
+    """Find the first weight and gradient that are not finite, and whether the loss is finite."""
     finite_loss = abs(loss) < float("inf")  # false for NaN too
     return Finding(
         kind="gradient" if finite_loss else "loss",

@@ -231,7 +231,7 @@ class TrainingLoop:
             return found, seen
 
     def _routing(self, micro: Micro, share: float) -> dict[str, Any]:
-        """Return what makes a step add `share` times its routers' losses; {}: no routers."""
+        """Return arguments by which a step adds `share` times its routers' losses; {}: none."""
         if not self._has_routers:
             return {}
         return {"attention_mask": micro.attention_mask, "router_share": share}
