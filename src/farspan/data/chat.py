@@ -419,12 +419,12 @@ class _Turn:
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
         """Put a placeholder in place of this turn's content; `alone`: drop later messages."""
-        own = {**self.messages[self.number], "content": _nowhere(self.messages)}
+        own = {**self.messages[self.number], "content": _placeholder(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
-def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
+def _placeholder(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
     """Return a placeholder, which no record contains, to find where a template writes a message's
     content. It is a list of parts if any message's content is one, else a text."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
@@ -434,7 +434,7 @@ def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
 def _next(messages: Sequence[Message]) -> Message:
     """Return a message to append, to see what the template writes before a next turn: a tool's
     result if the last message calls a tool, else a user's message."""
-    content, calls = _nowhere(messages), messages[-1].get(CALLS)
+    content, calls = _placeholder(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
     call = calls[0]

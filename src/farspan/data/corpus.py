@@ -483,7 +483,7 @@ def open_corpus(
     tokens = [len(part.stores[0].tokens) for part in parts]
     return Corpus(
         _mixed([part.train for part in parts], [part.weight for part in parts]),
-        _evaluated([part.held_out for part in parts if part.held_out is not None]),
+        _mix_held_out([part.held_out for part in parts if part.held_out is not None]),
         tuple(parts),
         largest=max(s.largest for s in stores),
         longest=max(s.longest() for s in stores),
@@ -581,7 +581,7 @@ def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
     return packings[0] if len(packings) == 1 else Mixture(packings, weights)
 
 
-def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
+def _mix_held_out(packings: list[Packing]) -> Packing | Mixture | None:
     """Combine all sources' held-out documents for evaluation, which reads each sequence once."""
     return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
 

@@ -332,8 +332,8 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """View rows [n, ...] as bytes [n, bytes]. Dimensions of one element may have any stride in a
-    contiguous tensor, and a view as bytes needs a last stride of 1."""
+    """View rows [n, ...] as bytes [n, bytes]. Such a view needs a last stride of 1, but in a
+    contiguous tensor a dimension of one element may have any stride."""
     flat = rows.flatten(1)
     return flat.as_strided(flat.shape, (flat.shape[1], 1)).view(torch.uint8)
 

@@ -147,7 +147,7 @@ class _Wide(nn.Module):
         place = _WeightPlace(self._wide.name, dim, self._index * size, size, self._gather)
         # Every rank has the gradients of all these weights; each keeps those of its own features.
         own = {
-            name: p if p is None else _only(p, place.start, size)
+            name: p if p is None else _detach_other_rows(p, place.start, size)
             for name, p in self.inner._parameters.items()
         }
         module = shell_of(self.inner, parameters=own, own_forward=True)
@@ -197,7 +197,7 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     return layer.get_submodule(path), leaf
 
 
-def _only(weight: Tensor, start: int, size: int) -> Tensor:
+def _detach_other_rows(weight: Tensor, start: int, size: int) -> Tensor:
     """Return `weight`, and pass gradients only to this rank's rows, [start, start + size)."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])

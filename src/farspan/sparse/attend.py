@@ -176,7 +176,7 @@ def attend_sparse(
 ) -> tuple[Tensor, Tensor]:
     """Return out (dtype of q) and lse (accumulate dtype) of a chunk's sparse attention: to the
     visible near keys, the chosen pages and the attention sinks."""
-    choice = _possible(call, choice)
+    choice = _within_candidates(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
     out, lse = attend_blocks(call.near, q, k, v, pages)
@@ -204,7 +204,7 @@ def attend_sparse_backward(
     Gradients of earlier keys go to `pages`: of near keys by `add_gradient`, of chosen pages by
     `add`."""
     out, lse, choice = attended
-    choice = _possible(call, choice)
+    choice = _within_candidates(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
     dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
@@ -215,7 +215,7 @@ def attend_sparse_backward(
     return dq, dk, dv, dsinks
 
 
-def _possible(call: SparseCall, choice: Tensor) -> Tensor:
+def _within_candidates(call: SparseCall, choice: Tensor) -> Tensor:
     """Drop columns of a choice beyond the number of candidates: these columns hold only -1, and
     kernels would need masks for them."""
     return choice[..., : len(call.candidates.pages)]

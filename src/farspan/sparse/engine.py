@@ -446,7 +446,7 @@ class SparseCell:
         if chose:
             assert self.choice is not None
             voting = q if self.index is None else self.index.of_queries(q)
-            _keep(choose(call, voting, pages), self.choice)
+            _store_choice(choose(call, voting, pages), self.choice)
             del voting
             self.chooses = False
         out, lse = attend_sparse(call, q, k, v, self._choice(q, pages), pages, sinks)
@@ -487,7 +487,7 @@ class SparseCell:
         return torch.empty(q.shape[0], heads, page_count, 0, dtype=torch.int32, device=q.device)
 
 
-def _keep(choice: Tensor, buffer: Tensor) -> None:
+def _store_choice(choice: Tensor, buffer: Tensor) -> None:
     """Store the chosen pages of each query page in a buffer [B, KV heads, query pages, k], padded
     by -1. Raises UnsupportedError if a query page chose more than k pages."""
     width, most = choice.shape[3], buffer.shape[3]

@@ -399,7 +399,8 @@ class _Moments:
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square roots of symmetric positive semidefinite matrices [n, D, D], and the roots'
-    inverses. So that these exist, eigenvalues are raised to at least 1e-9 of a matrix's largest."""
+    inverses. Eigenvalues are raised to at least 1e-9 of a matrix's largest, so that inverses
+    exist."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)
