@@ -165,7 +165,7 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict[str, Any]]:
-    """Write and sync this rank's file, and return its boxes as entries of the checkpoint's list."""
+    """Write and sync this rank's file, and return a JSON entry for each box in it."""
     share = sorted(_share(entries, world), key=lambda one: -entries[one[0]][0].itemsize)
     sizes = [prod(box.sizes) * entries[name][0].itemsize for name, box in share]
     starts = list(accumulate(sizes, initial=0))
@@ -272,7 +272,7 @@ def _finish(
 
 
 def _sum(listed: Mapping[str, Any]) -> str:
-    """Return the XXH3 digest of a checkpoint's list, independent of the file's formatting."""
+    """Return the XXH3 digest of a checkpoint's JSON file, whatever the file's formatting."""
     return xxh3_64_hexdigest(json.dumps(listed, sort_keys=True).encode("utf-8"))
 
 
@@ -293,8 +293,8 @@ def type_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def read_list(path: Path) -> SavedCheckpoint:
-    """Read a checkpoint's list from its folder, and check that the files in it exist and have the
-    right sizes. Raises UnsupportedError if it is damaged."""
+    """Read a checkpoint's JSON file from its folder, and check that the files it names exist and
+    have the right sizes. Raises UnsupportedError if the checkpoint is damaged."""
     where = path / LIST
     listed = expect_json(where)
     if listed.get("format") != FORMAT:
@@ -388,8 +388,8 @@ def refuse_other_model(
     world: DistributedContext,
     any_dtype: bool = False,
 ) -> None:
-    """Raise NotDamaged on all ranks (the checkpoint is another model's) unless its tensors are
-    exactly those in the ranks' `entries`. Ignores saved tensors named with a prefix in `unread`."""
+    """Raise NotDamaged on all ranks if a checkpoint is another model's: its tensors are not exactly
+    those in the ranks' `entries`. Ignores saved tensors named with a prefix in `unread`."""
     where = f"{saved.path / saved.list}: belongs to another model"
 
     def look() -> bool:

@@ -90,7 +90,6 @@ class TrainState:
 
 
 def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
-    """Return the progress in a checkpoint's state. Raises UnsupportedError if it is missing."""
     position: Any = state.get("position")
     whole = isinstance(position, dict) and position.keys() == {"step", "tokens", "skipped"}
     if not whole or any(type(value) is not int or value < 0 for value in position.values()):
@@ -161,8 +160,8 @@ def latest_usable(
 def open_checkpoint(
     path: Path, expected: Mapping[str, Any], world: DistributedContext
 ) -> SavedCheckpoint:
-    """Read the list of a checkpoint in any format, and check that its state has the `expected`
-    values. Raises UnsupportedError on all ranks."""
+    """Read a checkpoint in any format, without its tensors' data, and check that its state has the
+    `expected` values. Raises UnsupportedError on all ranks."""
 
     def read() -> SavedCheckpoint:
         name = manifest_path(path).name
@@ -174,8 +173,8 @@ def open_checkpoint(
 
 
 def manifest_path(path: Path) -> Path:
-    """Return the path of a checkpoint's list, whose name depends on the format. Raises
-    UnsupportedError if its folder cannot be read."""
+    """Return the path of the file that lists a checkpoint's tensors; each format names it
+    differently. Raises UnsupportedError if the checkpoint's folder cannot be read."""
     with readable(path):
         names = os.listdir(path)
     return path / next((name for name in (LIST, TENSORS, MANIFEST) if name in names), LIST)
@@ -207,8 +206,8 @@ def _is_in_the_way(path: Path) -> bool:
 
 
 def _make_way(path: Path, spared: set[str]) -> None:
-    """Make way for a checkpoint at `path`: if its name is in `spared`, one that may be intact is
-    there and is renamed. Then the name is removed from `spared`. Raises WriteFailed."""
+    """Make way for a new checkpoint at `path`. If `spared` has its name, an older one there may be
+    intact: rename that, and drop the name from `spared`. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
     if path.name in spared:
         _set_aside(path)
@@ -411,8 +410,8 @@ def _own(number: int) -> str:
 
 
 def _generators(world: DistributedContext) -> dict[str, str]:
-    """Return a mapping of random generators: name in a checkpoint to name in this process. `cuda`
-    is the rank's own GPU, which one process saved as `cuda:N` before version 0.2."""
+    """Return the random generators to copy: name in a checkpoint to name in this process. `cuda` is
+    the rank's own GPU, which one process saved as `cuda:N` before version 0.2."""
     if world.device.type == "cpu":
         return {"cpu": "cpu"}
     gpu = f"cuda:{world.device.index or 0}"

@@ -168,8 +168,8 @@ class ChatForm(Form):
         return self._noted(written, bare)
 
     def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
-        """Return a copy of `written` whose `holds_sign` says whether a message's own content has a
-        token that ends turns; the token cache counts such documents."""
+        """Return a copy of `written` with `holds_sign` set: whether any message's own content has a
+        token that ends turns. The token cache counts such documents."""
         contents = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
         contains = any(sign in contents for sign in (*self.stops, *self.marks))
         return replace(written, holds_sign=contains)
@@ -179,8 +179,8 @@ class ChatForm(Form):
         return self.templates.marks(document.fields.get(TOOLS))
 
     def answer(self, document: Document, messages: Sequence[Message], prompt: int) -> Written:
-        """Render a conversation of which the first `prompt` messages are the prompt, and train the
-        model's turns after them. Raises UnsupportedError if there is none, or if a message of
+        """Render a conversation, and train the model's turns after its first `prompt` messages,
+        which are the prompt. Raises UnsupportedError if no such turn follows, or if a message of
         the prompt has a key, such as `weight`, that asks to train it."""
         if any(message.get(mark) for message in messages[:prompt] for mark in TURN_MARKS):
             raise UnsupportedError(
@@ -237,7 +237,6 @@ class ChatForm(Form):
         return [read_message(m, place) for m, place in zip(given, places, strict=True)]
 
     def _from_sharegpt(self, document: Document, turns: Sequence[Message]) -> Sequence[Message]:
-        """Convert ShareGPT messages to messages with role and content."""
         messages: list[Message] = []
         for number, message in enumerate(turns, start=1):
             role = _SPEAKERS.get(str(message.get("from")))
@@ -257,9 +256,9 @@ class ChatForm(Form):
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """Return the values that a record gives to variables of the template. Raises
-        UnsupportedError for a variable that the template does not use, unless its value is empty:
-        rows of a table have all columns, so that unused ones are empty, and dropped."""
+        """Return the values that a record gives to variables of the template. Drops empty values of
+        variables that the template does not use, since tables give every row all columns. Raises
+        UnsupportedError if such a value is not empty."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
         place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
         kwargs = read_object(given, place)
@@ -419,15 +418,15 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the messages with a placeholder as this turn's content; `alone`: no later ones."""
-        own = {**self.messages[self.number], "content": _nowhere(self.messages)}
+        """Put a placeholder in place of this turn's content; `alone`: drop later messages."""
+        own = {**self.messages[self.number], "content": _placeholder(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
-def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """Return content that no record contains, to render in place of a message's content and so find
-    where the template writes it: a list of parts if any message's content is one, else a text."""
+def _placeholder(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
+    """Return a placeholder, which no record contains, to find where a template writes a message's
+    content. It is a list of parts if any message's content is one, else a text."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 
@@ -435,7 +434,7 @@ def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
 def _next(messages: Sequence[Message]) -> Message:
     """Return a message to append, to see what the template writes before a next turn: a tool's
     result if the last message calls a tool, else a user's message."""
-    content, calls = _nowhere(messages), messages[-1].get(CALLS)
+    content, calls = _placeholder(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
     call = calls[0]
@@ -489,8 +488,8 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
 
 
 def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -> Collection[str]:
-    """Return which fields of a record its reader uses: those in `names` and, if the first of them
-    holds messages rather than a text, also tools, system message and template variables."""
+    """Return which fields of a record its reader uses: `names` and, if the first of these fields
+    holds messages, also tools, system message and template variables."""
     if chat is None or isinstance(document.fields.get(names[0]), str):
         return names
     return {*names, *({TOOLS, SYSTEM, TEMPLATE_KWARGS} & set(chat.reads(document)))}
@@ -498,7 +497,7 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class PromptForm(Form):
-    """Reader of records of a prompt and its completion, or of two fields that mean the same, as
+    """Reader of records of a prompt and its completion, or of two other fields used as such, as
     texts or messages. The prompt is trained only if `everything` is set."""
 
     prompt: str
@@ -614,8 +613,9 @@ class PreferenceForm(Form):
         ]
 
     def _prompt(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """Return the text prompt as a list of one user message; [] if none or if it is in `shared`,
-        which begins both answers. Raises UnsupportedError if `shared` has only other messages."""
+        """Return a pair's text prompt as a list of one user message; [] if it has none, or if the
+        prompt is among the messages `shared` that begin both answers. Raises UnsupportedError if
+        `shared` has only other messages."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []

@@ -225,8 +225,8 @@ def settle(config: DataConfig) -> DataConfig:
 
 
 def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
-    """Raise UnsupportedError if `data.source` contradicts the files: text, but all are records or
-    one is a table; or JSON lines, but one is a table or CSV."""
+    """Raise UnsupportedError if the files are not what `data.source` says. `text` allows no table,
+    and not only records; `jsonl` allows neither tables nor CSV."""
     held = [SUFFIXES.get(suffix_of(file), "text") for file in files]
     other = ("table", "csv") if kind is SourceKind.JSONL else ("table",)
     wrong = [file for file, own in zip(files, held, strict=True) if own in other]
@@ -483,7 +483,7 @@ def open_corpus(
     tokens = [len(part.stores[0].tokens) for part in parts]
     return Corpus(
         _mixed([part.train for part in parts], [part.weight for part in parts]),
-        _evaluated([part.held_out for part in parts if part.held_out is not None]),
+        _mix_held_out([part.held_out for part in parts if part.held_out is not None]),
         tuple(parts),
         largest=max(s.largest for s in stores),
         longest=max(s.longest() for s in stores),
@@ -581,8 +581,8 @@ def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
     return packings[0] if len(packings) == 1 else Mixture(packings, weights)
 
 
-def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
-    """Combine the held-out documents of all sources, such that each sequence is read once."""
+def _mix_held_out(packings: list[Packing]) -> Packing | Mixture | None:
+    """Combine all sources' held-out documents for evaluation, which reads each sequence once."""
     return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
 
 
@@ -685,7 +685,7 @@ def _describe_files(part: Part) -> Iterator[str]:
 
 
 def _counts(counts: Counter[str]) -> str:
-    """Return the most frequent names with their counts as text, and the number of all others."""
+    """Return counts by name as text, the largest first, such as `8 .py, 3 .md, 2 others`."""
     most = counts.most_common(_MOST_KINDS)
     others = counts.total() - sum(number for _, number in most)
     return ", ".join(f"{number:,} {name}" for name, number in most) + (

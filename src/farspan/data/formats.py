@@ -467,8 +467,9 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
 
 
 def _starts(document: Document, tokens: int, span: slice) -> np.ndarray:
-    """Return which tokens in the slice `span` begin a document, bool. Positions, sequence
-    numbers and lengths of documents tell it; all those that the record has must agree."""
+    """Return for each token in `span` whether a document begins there, bool. The record's
+    positions, sequence numbers and lengths of documents must agree on this, as far as it has
+    them."""
     count = span.stop - span.start
     by_field: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):

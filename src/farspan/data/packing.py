@@ -125,7 +125,7 @@ class Packing:
         return self._store.documents()
 
     def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
-        """Return the tokens of a piece at which documents begin (of a pair: its two answers)."""
+        """Return at which tokens of a piece documents begin: 0, and a pair's second answer."""
         if self._store.middles is None:
             return (0,)
         start = self._store.starts[piece.document]
@@ -148,7 +148,7 @@ class Sequences(Protocol):
 
     @property
     def kept(self) -> PackingStats:
-        """Counts of what is packed, for an epoch or, of a stream, for its first window."""
+        """Counts of packed documents and tokens, per epoch or, for a stream, its first window."""
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the sequences with these indices, `[len(indices), context]`."""
@@ -161,7 +161,7 @@ class Sequences(Protocol):
 
 
 class Mixture:
-    """Sequences of several packings, mixed so that each packing has its weight as share of the
+    """Sequences of several packings, mixed so that each packing's weight is its share of the
     tokens.
 
     Each sequence is from one packing. The k-th sequence of packing p is due at (k + 1/2) / rate(p),
@@ -203,7 +203,7 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return a batch of packing `packing` whose pairs have numbers unique in the mixture."""
+        """Return a batch of packing `packing` with its pairs numbered as in the whole mixture."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)
@@ -243,8 +243,9 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def seed_of_source(seed: int, number: int) -> int:
-    """Return the random seed of source `number`. The first source has the run's seed, so that its
-    order stays if others are added; equally large sources are shuffled differently."""
+    """Return the random seed of source `number`: for the first the run's, so that its order stays
+    if others are added; others get their own, as equally large sources must be shuffled
+    differently."""
     if number == 0:
         return seed
     return int(Draw.SOURCES.generator(seed, number).integers(1 << 62))
@@ -269,7 +270,7 @@ class PieceArrays:
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """Shuffle of one epoch: which piece is in each place of the layout; the sequences' order."""
+    """Shuffle of one epoch: the piece in each place of the layout, and the order of sequences."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64

@@ -163,8 +163,8 @@ Behind = tuple[Generator[Document], Callable[[Document], list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Documents in files, in order: each text file is a document, and each record. A file's suffix
-    tells its format, unless `kind` does."""
+    """Documents in files, in order: a text file is one document, and so is each record of other
+    files. `kind` tells the format of all files or, if `auto`, each file's suffix does."""
 
     files: tuple[Path, ...]
     kind: SourceKind = SourceKind.AUTO
@@ -498,7 +498,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound on the values in a JSON text: its `,`, `[` and `{` outside strings."""
+    """Return an upper bound on a JSON text's values: how many `,`, `[`, `{` are outside strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):

@@ -189,8 +189,8 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_marks(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with numbered placeholders for texts and for arguments of tool calls, which
-    show what of a message a template writes."""
+    """Return messages with numbered placeholders for texts and for arguments of tool calls: a
+    rendered text then shows which of these the template writes."""
     numbers: Iterator[int] = count()
 
     def content(value: Any) -> Any:

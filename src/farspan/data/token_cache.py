@@ -353,7 +353,6 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Yield the digest of each block of a file."""
     # The file is read, not mapped: mapped pages would stay in memory.
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):
@@ -632,7 +631,7 @@ Read = Callable[[Document], Content]
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
     """Yield a function that reads records by `form`. If `form` renders a template, a child process
-    reads, and a record that takes it more than CPU_SECONDS or MEMORY raises UnsupportedError."""
+    reads, and a record that takes more than CPU_SECONDS or MEMORY there raises UnsupportedError."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):
         yield form.read

@@ -416,8 +416,8 @@ _PROBE = "The 2nd  word,\n\tthen: naïve café №7 (x_1 != y) 漢字 🙂"
 
 
 def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Return whether transformers loads a tokenizer from a model's folder that gives a sample text
-    the same ids as `tokenizer`, which was saved there."""
+    """Return whether transformers can load `tokenizer` from the model's folder in which it was
+    saved: the loaded tokenizer must give a sample text the same ids."""
     # For some model types transformers ignores the tokenizer class that the files name.
     try:
         loaded = load_tokenizer(str(folder))
@@ -432,7 +432,6 @@ _FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
 def _refuse_huge_files(folder: Path) -> None:
-    """Raise UnsupportedError if the files from which a tokenizer is loaded are too large."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
             raise UnsupportedError(

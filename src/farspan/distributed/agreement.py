@@ -29,7 +29,7 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Facts compared by a digest; `words` returns them as text by name if ranks' digests differ."""
+    """Facts about a call, compared by `digest`; `words` gives them as text if digests differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -112,7 +112,8 @@ def agreement(ranks: Ranks | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield names, shapes, dtypes and this `turn`'s elements of tensors, see Note: [Contents]."""
+    """Yield what ranks compare of tensors, as bytes: names, shapes, dtypes, and the piece of their
+    elements that is due at this `turn`. See Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
@@ -136,7 +137,7 @@ _DIGEST = "digest "
 
 
 def between(name: str, values: list[str]) -> str:
-    """Return an error message that shows a fact's different values, and which ranks have each."""
+    """Return an error message: a fact's different values, and which ranks have each value."""
     kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
     if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
         return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())

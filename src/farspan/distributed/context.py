@@ -90,8 +90,8 @@ class ParallelContext:
         return peers
 
     def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
-        """Return the process group along these axes. Axes with the same ranks share one, since a
-        gloo group takes threads and half a second; in most layouts five axes have one rank each."""
+        """Return the process group along these axes. Axes with the same ranks share one: a gloo
+        group takes threads and half a second, and in most layouts five axes have only one rank."""
         several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
         if not several and alone:
             return None
@@ -147,7 +147,7 @@ class ParallelContext:
             raise UnsupportedError(self._difference(everyone))
 
     def _unlike(self, table: list[list[int]]) -> bool:
-        """Return whether ranks that must agree have different digests, one row per rank."""
+        """Return whether ranks that must agree differ; `table` has a row of digests per rank."""
         return any(
             len({table[n][number] for n in peers}) > 1
             for number, scope in enumerate(SCOPES)
@@ -282,9 +282,9 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Rank0Weights:
-    """A model's weights on rank 0, until they are sent to all ranks. On every rank the model has
-    meta tensors of the same shapes and dtypes. So only rank 0 reads the model, and no device holds
-    more than its shard and one whole weight."""
+    """A model's weights on rank 0, before they are sent to all ranks. The model itself has meta
+    tensors of the same shapes and dtypes on every rank. So only rank 0 reads the weights, and no
+    device holds more than its shard and one whole weight."""
 
     ranks: ParallelContext
     forms: dict[str, WeightForm]  # by the first name of each weight

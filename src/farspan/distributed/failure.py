@@ -19,8 +19,8 @@ heartbeat, and ends the process when a fault is known and the collective still w
 of NCCL does, until its timeout.
 
 Note: [Stopping together]. A rank may not leave a step alone: the others would wait for it in a
-collective. But all ranks pass the same checkpoints in the same order, and every collective begun
-before a checkpoint has been begun by all. So they count the checkpoints and stop at the same one:
+collective. But all ranks pass the same places (calls of `pass_place`) in the same order, and have
+all begun every collective before a place. So they count the places and stop at the same one:
 
     rank 0   ..7..8..9..|10          9 was its last when it read the request, which it writes down
     rank 1   ..7..8........9..|10    8; no rank passes its next before all have written theirs
@@ -28,7 +28,7 @@ before a checkpoint has been begun by all. So they count the checkpoints and sto
 
 No rank can wait for another forever. The thread writes for its rank and waits for nothing, so all
 have written within three heartbeats, wherever their main threads are. Then a rank that held still
-goes on to the common checkpoint or stops there, and a rank that waits in a collective waits for one
+goes on to the common place or stops there, and a rank that waits in a collective waits for one
 that has yet to arrive.
 """
 
@@ -71,7 +71,7 @@ sync_record = SyncRecord()
 
 
 def record_sync() -> None:
-    """Count a synchronisation before it begins, outside of steps: a late rank has counted fewer."""
+    """Count a synchronisation outside steps, before it begins: a late rank has a lower count."""
     sync_record.syncs += 1
 
 
@@ -295,7 +295,7 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own_fault(self, error: BaseException, words: str) -> Fault:
-        """Return this rank's fault: `words`, or for a timeout, that it waited for another rank."""
+        """Return this rank's fault: the message `words`, but a timeout blames another rank."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
@@ -335,7 +335,7 @@ class FailureDetector:
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Return whether rank 0 reports the error text `words`, waiting two heartbeats for it."""
+        """Wait up to two heartbeats; return whether rank 0 has reported the error text `words`."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
@@ -364,8 +364,8 @@ class FailureDetector:
                 self._task.give_up()
 
     def _listen(self) -> None:
-        """Measure for how long the store has not answered, and end the process if too long, see
-        Note: [The store]. Counts rounds of this loop, not time in which the process was frozen."""
+        """Measure how long the store has not answered; end the process if too long, see Note: [The
+        store]. Counts rounds of this loop: time in which the process is frozen does not count."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
@@ -502,9 +502,8 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """Stops all ranks at the same checkpoint, a call of `pass_place`, see Note: [Stopping
-    together]. Main threads call `pass_place`, heartbeat threads `look`, and signal handlers may
-    call `ask`."""
+    """Stops all ranks at the same call of `pass_place`, see Note: [Stopping together]. Main threads
+    call `pass_place`, heartbeat threads `look`, and signal handlers may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
         """Join as this rank; other ranks' answers are waited for up to `patience` seconds."""
@@ -512,8 +511,8 @@ class CooperativeStop:
         self._changed = threading.Condition()
         self._asked = 0
         self._passed = 0
-        self._said: int | None = None  # checkpoints passed when this rank read the request
-        self._place: tuple[int, int] | None = None  # common checkpoint, number to stop with
+        self._said: int | None = None  # places passed when this rank read the request
+        self._place: tuple[int, int] | None = None  # common place, number to stop with
         self._alone = False
         self._missing = "all ranks"
 

@@ -66,8 +66,8 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """Return each layer's parameters (none if it is not in `here`), then those outside the layers,
-    each parameter with its first name and the modules that have it. Raises UnsupportedError, naming
+    """Return the parameters of each layer (layers not in `here`: none), then those outside the
+    layers, each with its first name and the modules that have it. Raises UnsupportedError, naming
     the setting `field`, for shared or overlapping parameters, which cannot be moved."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
@@ -97,7 +97,7 @@ def find_parameters(
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return by name what shows a replaced parameter: module, id, dtype, shape, requires_grad."""
+    """Return (module, id, dtype, shape, requires_grad) by name, to detect replaced parameters."""
     return {
         f"{path}.{leaf}" if path else leaf: (module, id(p), p.dtype, p.shape, p.requires_grad)
         for path, module in model.named_modules()
@@ -351,8 +351,8 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce(self, unit: int, totals: Totals) -> None:
-        """Reduce-scatter a unit's gradients: take them, by whole parameter, out of `totals`, sum
-        them over ranks in the order of ranks, and add this rank's rows to `.grad` of the shards.
+        """Reduce-scatter a unit's gradients: take them out of `totals` (by whole parameter), sum
+        them over ranks, in the order of ranks, and add this rank's rows to the shards' `.grad`.
 
         A rank without a gradient of a parameter contributes zeros; if no rank has one, `.grad`
         stays as it is. In ZERO_1 gradients add up until the step's end.
@@ -536,8 +536,8 @@ class ShardedParameters:
         total: Tensor | None,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Return this rank's rows of a gradient: the sum of the ranks' `total`, plus these rows of
-        `before`. In ZERO_0 return all rows, in the memory of `total` if its size fits."""
+        """Return this rank's rows of `total`, summed over ranks, plus the same rows of `before`. In
+        ZERO_0 return all rows, in the memory of `total` if its size fits."""
         ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
@@ -603,7 +603,7 @@ def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _typed_view(memory: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over `memory` from byte `start` on, whose version counts its own writes."""
+    """Return a tensor in `memory` from byte `start` on, with a version counter of its own."""
     shape = torch.Size(shape)
     view = torch.empty(0, dtype=dtype, device=memory.device)
     strides = torch.empty(shape, device="meta").stride()

@@ -49,8 +49,8 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """K, V of earlier chunks (`KeyValues`), of which a ring of ranks reads all rows of this rank at
-    once, and adds all these rows' gradients at once."""
+    """K, V of earlier chunks (`KeyValues`) for a ring of ranks, which reads all rows of this rank
+    at once, and adds the gradients of all these rows at once."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
         """Return this rank's K [T, B, Hk, D] and V [T, B, Hk, Dv] of earlier chunks, T rows."""
@@ -135,7 +135,7 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Return the call of this rank's queries over peer `source`'s rows, all as earlier keys."""
+        """Return the call for this rank's queries over peer `source`'s rows, as earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(
@@ -332,8 +332,8 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """View rows [n, ...] as bytes [n, bytes]. Dimensions of one element may have any stride in a
-    contiguous tensor, and a view as bytes needs a last stride of 1."""
+    """View rows [n, ...] as bytes [n, bytes]. Such a view needs a last stride of 1, but in a
+    contiguous tensor a dimension of one element may have any stride."""
     flat = rows.flatten(1)
     return flat.as_strided(flat.shape, (flat.shape[1], 1)).view(torch.uint8)
 

@@ -37,8 +37,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # short messages go th
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """Rank of this process among `ranks` processes, and its index `local`, also its GPU's, among
-    the `near` processes on its machine (torchrun's LOCAL_WORLD_SIZE)."""
+    """This process among all: its `rank` of `ranks` and, on its machine, its index `local` (also of
+    its GPU) among the `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
 
     rank: int
     ranks: int
@@ -57,7 +57,7 @@ def launch_env() -> LaunchEnv | None:
 
 
 def _placed(rank: int, ranks: int) -> LaunchEnv:
-    """Return a rank's LaunchEnv, as if on one machine if the launcher has not set its variables."""
+    """Return a rank's LaunchEnv; without the launcher's variables, as if on one machine."""
     local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
     return LaunchEnv(rank, ranks, int(local), int(near))
 
@@ -159,8 +159,8 @@ def _store(launch: LaunchEnv, timeout: timedelta) -> PrefixStore:
 
 def _listen(host: str, port: int, is_far: bool) -> int | None:
     """Return a socket that listens on MASTER_ADDR alone; TCPStore would listen on every interface.
-    None if this machine does not have the address (a service's name, say), if the address is local
-    but some ranks are on other machines, or if this process already uses the port."""
+    None if the address is not this machine's (but a service's, say), if it is local although some
+    ranks are on other machines, or if this process already uses the port."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:  # TCPStore names the unknown host
@@ -181,7 +181,7 @@ def _listen(host: str, port: int, is_far: bool) -> int | None:
 
 
 def _launcher() -> str | None:
-    """Return, for errors, the name of the store that the launcher holds; None if rank 0 does."""
+    """Return text that names the launcher's store, for errors; None if rank 0 holds the store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return f"the launcher's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -191,8 +191,8 @@ _boards = 0
 
 
 def _number() -> int:
-    """Return a number that keeps the next FailureDetector's keys in the store apart from earlier
-    ones': the same on all ranks, which open detectors in the same order."""
+    """Return a new number, which keeps the next FailureDetector's keys apart from earlier ones. All
+    ranks get the same, since they open detectors in the same order."""
     global _boards
     _boards += 1
     return _boards
@@ -271,8 +271,8 @@ class DistributedContext:
             self.halt.ask(number)
 
     def must_stop(self, point: StopPoint) -> int:
-        """Return the signal's number if all ranks stop at this point, 0 if they go on: always 0 at
-        a point that only some ranks pass, for which the others would wait in vain."""
+        """Return the signal's number if all ranks stop at this point, 0 if they go on. Always 0 at
+        a point that only some ranks pass: they would wait for the others in vain."""
         # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
         # only, may be shorter than the others.
         if point is not StopPoint.BATCH and self.layout.pipeline > 1:

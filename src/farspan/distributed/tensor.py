@@ -147,7 +147,7 @@ class _Wide(nn.Module):
         place = _WeightPlace(self._wide.name, dim, self._index * size, size, self._gather)
         # Every rank has the gradients of all these weights; each keeps those of its own features.
         own = {
-            name: p if p is None else _only(p, place.start, size)
+            name: p if p is None else _detach_other_rows(p, place.start, size)
             for name, p in self.inner._parameters.items()
         }
         module = shell_of(self.inner, parameters=own, own_forward=True)
@@ -197,8 +197,8 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     return layer.get_submodule(path), leaf
 
 
-def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """Return `weight`, of which only rows [start, start + size), this rank's, pass gradients on."""
+def _detach_other_rows(weight: Tensor, start: int, size: int) -> Tensor:
+    """Return `weight`, and pass gradients only to this rank's rows, [start, start + size)."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 
@@ -332,8 +332,8 @@ def _run_sharded(
 
 @dataclass(slots=True)
 class _AllRanksFeatures:
-    """Features that each rank's slice computes, for modules that need those of all ranks (`_Wide`),
-    kept while one process runs the ranks in turn."""
+    """Stand-in for an all-gather while one process runs the ranks in turn: keeps the features of
+    each rank's slice, for modules that need those of all ranks (`_Wide`)."""
 
     ranks: int
     seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)

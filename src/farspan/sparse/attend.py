@@ -62,8 +62,8 @@ class FarKernel(Protocol):
         does, or as `vote_refined` does if superpages (16 pages each) were ranked."""
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        """Return the largest score that each page of queries has for each superpage (16 pages), as
-        `sparse.pages.largest_scores` does. `each`: a superpage's keys; `call.page`: its tokens."""
+        """Return the largest score of each query page for each superpage (16 pages), as
+        `sparse.pages.largest_scores` does. A superpage has `each` keys and `call.page` tokens."""
 
     def forward(
         self,
@@ -150,9 +150,9 @@ def compare(
     representatives: Tensor,
     candidates: Candidates,
 ) -> tuple[Tensor, Candidates]:
-    """Return the votes of queries for candidate pages, and `candidates` with the pages for which
-    the votes have columns. If there are many pages, superpages (16 pages each) are ranked first,
-    and only pages of the best superpages are compared."""
+    """Return the votes of queries for candidate pages, and Candidates that tell the page of each
+    column of the votes. If there are many pages, ranks superpages (16 pages each) first, and
+    compares only pages of the best superpages."""
     count = sparse.refined(len(candidates.pages))
     if count:
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
@@ -176,7 +176,7 @@ def attend_sparse(
 ) -> tuple[Tensor, Tensor]:
     """Return out (dtype of q) and lse (accumulate dtype) of a chunk's sparse attention: to the
     visible near keys, the chosen pages and the attention sinks."""
-    choice = _possible(call, choice)
+    choice = _within_candidates(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
     out, lse = attend_blocks(call.near, q, k, v, pages)
@@ -204,7 +204,7 @@ def attend_sparse_backward(
     Gradients of earlier keys go to `pages`: of near keys by `add_gradient`, of chosen pages by
     `add`."""
     out, lse, choice = attended
-    choice = _possible(call, choice)
+    choice = _within_candidates(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
     dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
@@ -215,9 +215,9 @@ def attend_sparse_backward(
     return dq, dk, dv, dsinks
 
 
-def _possible(call: SparseCall, choice: Tensor) -> Tensor:
-    """Return a choice without columns beyond the number of candidates: those columns hold only -1,
-    and kernels would need masks for rows with -1."""
+def _within_candidates(call: SparseCall, choice: Tensor) -> Tensor:
+    """Drop columns of a choice beyond the number of candidates: these columns hold only -1, and
+    kernels would need masks for them."""
     return choice[..., : len(call.candidates.pages)]
 
 
@@ -241,10 +241,10 @@ def seen_mass(
     spans: Iterable[tuple[int, int]],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return which share of dense attention's softmax weights sampled queries see with sparse
-    attention: mean and minimum, [2] in the accumulate dtype, without a wait of the CPU. `tokens`
-    are the samples' places in a chunk with queries q [B, H, C, D], keys `k` and the `lse` of sparse
-    attention. `spans` are ascending ranges that cover all keys before the chunk."""
+    """Measure which share of dense attention's softmax weights sampled queries see with sparse
+    attention. Returns mean and minimum, [2] in the accumulate dtype; the CPU does not wait.
+    `tokens` are the samples' places in a chunk with queries q [B, H, C, D], keys `k` and sparse
+    attention's `lse`. `spans` are ascending ranges that cover all keys before the chunk."""
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
     few, position = q[:, :, sample].to(dtype), sample + call.near.q_start

@@ -55,11 +55,11 @@ class KeptMass:
         return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
-        """Return the share of attention a selector keeps with `budgets[place]`, over all layers."""
+        """Return the mean share, over layers, of attention that is kept with `budgets[place]`."""
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the smallest share of attention in a layer with `budgets[place]`, and which."""
+        """Return (share, layer) for the layer that keeps least attention with `budgets[place]`."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:
@@ -94,7 +94,7 @@ class KeptMass:
         return replace(self.sparse, budget=budget, selector=name)
 
     def judged(self) -> int:
-        """Return the budget to compare losses at: the advised, else the largest below all pages."""
+        """Return the budget for comparing losses: the advised, else the largest below all pages."""
         advised = self.advised()
         return self.budgets[-2] if advised is None else advised.budget
 

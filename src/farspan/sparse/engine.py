@@ -106,8 +106,8 @@ class _PageSlot:
 
 @dataclass(slots=True)
 class PageSlots:
-    """Device memory for slabs (blocks of gathered pages), as slots that cells use in turn; and how
-    many units (K, V of a page) each cell chose, kept so that the CPU waits for this number once."""
+    """Device memory for slabs (blocks of gathered pages), in slots that cells use in turn. `counts`
+    keeps how many units (K, V of a page) each cell chose: the CPU waits for each number once."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
@@ -446,7 +446,7 @@ class SparseCell:
         if chose:
             assert self.choice is not None
             voting = q if self.index is None else self.index.of_queries(q)
-            _keep(choose(call, voting, pages), self.choice)
+            _store_choice(choose(call, voting, pages), self.choice)
             del voting
             self.chooses = False
         out, lse = attend_sparse(call, q, k, v, self._choice(q, pages), pages, sinks)
@@ -487,9 +487,9 @@ class SparseCell:
         return torch.empty(q.shape[0], heads, page_count, 0, dtype=torch.int32, device=q.device)
 
 
-def _keep(choice: Tensor, buffer: Tensor) -> None:
-    """Store each query page's choice in a buffer [B, KV heads, query pages, k], padded by -1.
-    Raises UnsupportedError if it has more than k pages."""
+def _store_choice(choice: Tensor, buffer: Tensor) -> None:
+    """Store the chosen pages of each query page in a buffer [B, KV heads, query pages, k], padded
+    by -1. Raises UnsupportedError if a query page chose more than k pages."""
     width, most = choice.shape[3], buffer.shape[3]
     if width > most and bool((choice[..., most:] >= 0).any()):
         raise UnsupportedError(
@@ -588,8 +588,8 @@ class SparseRun:
     def watch(
         self, i: Forward, call: SparseCall, q: Tensor, k: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
-        """Measure the share of dense attention's mass that a few of the cell's queries see, for
-        `seen` to return. Reads all keys before the chunk, so it is called for one cell per step."""
+        """Measure which share of dense attention's mass a few of the cell's queries see; `seen`
+        then returns it. Reads all keys before the chunk, so it is called for one cell per step."""
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]

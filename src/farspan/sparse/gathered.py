@@ -98,7 +98,7 @@ class PlainPages:
     def _scores(
         self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return masked scores after the soft cap, and their derivative by the uncapped ones."""
+        """Return masked scores after the soft cap, and its slope at each score (1.0: no cap)."""
         dtype = accumulate_dtype(q.dtype)
         scores = q.to(dtype) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0

@@ -399,7 +399,8 @@ class _Moments:
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square roots of symmetric positive semidefinite matrices [n, D, D], and the roots'
-    inverses. So that these exist, eigenvalues are raised to at least 1e-9 of a matrix's largest."""
+    inverses. Eigenvalues are raised to at least 1e-9 of a matrix's largest, so that inverses
+    exist."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)
@@ -407,6 +408,6 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reading(selector: object, function: Any) -> Any:
-    """Return a selector that chooses by `function`: the function itself or, in place of an index,
-    the index with `function`, so that it still reads the index's votes."""
+    """Let `function` choose the pages. Returns `function` or, if `selector` is an index, the index
+    with `function`, which then still reads the index's votes."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

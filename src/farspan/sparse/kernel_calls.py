@@ -84,9 +84,9 @@ LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """For each page the query pages that chose it. Row r = (b * Hk + h) * S + slot is the page at
-    place `slot` of S in the buffer, for batch row b and KV head h; its visits begin at starts[r]
-    and end before starts[r + 1], ordered by query page. int32, on the device of the choice."""
+    """Visits: for each page the query pages that chose it, in order. Row r = (b * Hk + h) * S +
+    slot is for batch row b, KV head h and the page at place `slot` of S in the buffer; its visits
+    are the entries [starts[r], starts[r + 1]). int32, on the device of the choice."""
 
     query_pages: Tensor  # [B * Hk * M * k]; entries without a page come last
     pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
@@ -353,8 +353,8 @@ def _launch(
 
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False) -> PageShape:
-    """Return the sizes for which a kernel is compiled. With `several`, a tile may hold rows of
-    several query pages; otherwise a tile with more rows than a query page shrinks to them."""
+    """Return the sizes for which a kernel is compiled. If `several`, a tile may hold rows of
+    several query pages; otherwise it has no more rows than one query page needs."""
     table, group = call.table, q.shape[1] // call.table.choice.shape[1]
     rows = group * table.query_tokens
     return PageShape(

@@ -43,7 +43,7 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return the addresses of a part of the width of vectors at `offset` + row, and a mask."""
+    """Return the addresses of one part (of the width) of the vectors in these rows, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -53,7 +53,7 @@ def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def _load(x, offset, row, fits, shape: tl.constexpr):
-    """Load a tile of vectors as a tuple of parts of their width; zeros for rows outside `fits`."""
+    """Load vectors as a tuple of the parts of their width; zeros for rows outside `fits`."""
     tile = ()
     for part in tl.static_range(len(shape.parts)):
         at, mask = _vectors(x, offset, row, fits, part, shape)
@@ -289,9 +289,9 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Return the query page whose rows are in tile number `step`, or that of each row if a tile
-    holds several query pages. Tiles hold the query pages that chose one page of keys; rows after
-    the last one get the number of a query page without queries."""
+    """Return the query page of each row in tile number `step`, or one number if all rows have the
+    same. Tiles hold the query pages that chose one page of keys; rows after the last of these get
+    the number of a query page without queries."""
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
@@ -305,9 +305,9 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
-    """Return a tile's first row (query head within its group, token within its query page) and all
-    rows' offsets (heads, tokens) from it. The offsets are the same for all tiles, unless a tile has
-    several query pages or cuts heads unevenly."""
+    """Return a tile's first row, as query head within its group and token within its query page,
+    and the offsets (heads, tokens) of all rows from it. The offsets are the same for all tiles,
+    unless a tile has several query pages or cuts heads unevenly."""
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)
@@ -434,7 +434,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 
 @triton.jit
 def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
-    """Return the page of each column of votes; after the last column, a number above all pages."""
+    """Return the page of each column of votes; for columns after the last, one above all pages."""
     page = column
     if superpages is not None:
         each = _size(sizes.columns) // shape.superpage

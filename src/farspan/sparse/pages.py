@@ -51,7 +51,7 @@ class Units:
 
     def places(self, page: int, batch: int, heads: int) -> Tensor:
         """Return the row numbers of the units' tokens in a buffer [T, B, KV heads, D] viewed as
-        [rows, D]: one `index_select` is 2.5 times as fast as indexing three dimensions."""
+        [rows, D]. By these one `index_select` is 2.5 times as fast as indexing three dimensions."""
         token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
         token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
         return token.flatten()
@@ -161,16 +161,16 @@ SCORES_ELSEWHERE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The pages that a chunk may choose from. Votes have a column for each: column i is page
-    `pages[i]`, or page `columns()[..., i]` if superpages (16 pages each) were ranked."""
+    """The pages that a chunk may choose from. Column i of votes is for page `pages[i]` or, if
+    superpages (16 pages each) were ranked, for page `columns()[..., i]`."""
 
     pages: range
     first: Tensor | None = None  # [B, M]: earlier pages are hidden from all queries; None: none are
     superpages: Tensor | None = None  # [B, Hk, M, S], ascending: only their pages are compared
 
     def columns(self) -> Tensor | None:
-        """Return the page number of each column of the votes, for each page of queries, if
-        superpages were ranked, else None. A ragged last superpage gives numbers beyond `pages`."""
+        """Return the page number of each column of votes, for each page of queries; None if no
+        superpages were ranked. An incomplete last superpage gives numbers beyond `pages`."""
         if self.superpages is None:
             return None
         within = torch.arange(SUPERPAGE, device=self.superpages.device)
@@ -246,8 +246,8 @@ def vote(
 
 
 def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield slices (tokens, KV heads, pages of queries) that cut q [B, H, C, D] into parts. The
-    scores of one part for `keys` are so few that memory holds them at one time."""
+    """Yield slices (tokens, KV heads, pages of queries) that cut q [B, H, C, D] into parts, so
+    small that memory holds the scores of a part for all `keys` at one time."""
     (batch, heads, tokens, _), kv_heads = q.shape, keys.shape[1]
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
     row = batch * (heads // kv_heads) * max(1, keys.shape[3])
@@ -294,8 +294,8 @@ def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
-    """Combine the weights [B, h, r, t, n] that single queries give pages into `votes` [B, h, m, n]
-    of m pages of queries, in place: by the largest weight, or else by the sum."""
+    """Pool the weights [B, h, r, t, n] that single queries give pages into `votes` [B, h, m, n] of
+    their m pages of queries, in place: the largest weight or, unless `largest`, the sum."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
         weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)
@@ -311,8 +311,8 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
     """Return keys for ranking superpages (16 pages each), [B, KV heads, keys, D], from the pages'
-    mean keys: means of 4 tokens, less the mean of all tokens, which favours no page. If the last
-    superpage lacks pages, its last key is repeated."""
+    mean keys. Each is a mean of 4 tokens, less the mean of all tokens, which favours no page. If
+    the last superpage lacks pages, its last key is repeated."""
     each = sparse.super_tokens // sparse.mean_tokens
     parts = representatives.unflatten(2, (-1, each))
     count = parts.shape[2]
@@ -394,8 +394,8 @@ def vote_refined(
 def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
-    """Return the scores of queries for all pages of the superpages that their page of queries
-    chose, [B, KV heads, query pages, queries, pages]. `run` are the query pages that q holds."""
+    """Return the scores of queries for all pages of the superpages chosen for their query page, [B,
+    KV heads, query pages, queries, pages]. `run` is the range of query pages in q."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)

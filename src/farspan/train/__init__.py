@@ -9,8 +9,8 @@ from farspan.lazy import load
 
 
 class _CallablePackage(ModuleType):
-    """Module that is also a function, so that `farspan.train` works as both in every order of
-    imports; `farspan/__init__.pyi` shows type checkers the function."""
+    """Module that can also be called, so that `farspan.train` is both a package and a function,
+    whichever is imported first; `farspan/__init__.pyi` shows type checkers the function."""
 
     def __call__(self, run: Any, **given: Any) -> Any:
         """Call `farspan.train.trainer.train`, which needs torch."""

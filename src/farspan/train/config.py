@@ -245,12 +245,12 @@ class SparseConfig(Sparse):
             )
 
     def spec(self) -> Sparse:
-        """Return the settings as a Schedule's `Sparse`, which lacks `warn_below` and the index."""
+        """Return the settings as a Schedule's `Sparse`: without `warn_below` and the index."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":
-        """Return this configuration with the settings of `pages`; the index is dropped if `pages`
-        uses none. Raises UnsupportedError if `pages` needs an index and there is none here."""
+        """Return this configuration with its settings replaced by those of `pages`. Drops the index
+        if `pages` needs none. Raises UnsupportedError if `pages` needs one that is not set here."""
         index = self.index if pages.indexed else None
         try:
             return SparseConfig(**asdict(pages), index=index, warn_below=self.warn_below)
@@ -343,9 +343,9 @@ class EvaluationConfig:
         return self.patience is not None and first + self.patience * self.every < steps
 
     def why_stop(self, held_out: Mapping[int, float]) -> str | None:
-        """Return the reason to end a run with these held-out losses by step, or None to continue
-        training. Only steps that are multiples of `every` count: a run that was extended also has a
-        loss of its former last step."""
+        """Return the reason to end a run with these held-out losses by step; None: continue. Counts
+        only steps that are multiples of `every`: an extended run was also evaluated at its former
+        last step."""
         lowest, at, waited = float("inf"), 0, 0
         for step in sorted(step for step in held_out if self.every and step % self.every == 0):
             waited += 1

@@ -32,15 +32,15 @@ class Pace:
         self._seconds = self._clock() - self._started
 
     def seconds_per_step(self, done: float) -> float | None:
-        """Return the seconds that the current step will take, extrapolated from its finished
-        fraction `done`, or those that the previous step took if `done` is 0."""
+        """Return the expected seconds of the current step: its time so far, divided by its finished
+        fraction `done`. If `done` is 0, return the previous step's seconds."""
         if done > 0:
             return max(self._clock() - self._started, 1e-9) / done
         return self._seconds
 
     def remaining(self, step: int, done: float) -> float | None:
-        """Return the seconds left in the run, in which `step` steps, and the fraction `done` of the
-        next, are finished."""
+        """Return the seconds left in the run after `step` finished steps and the fraction `done` of
+        the next step."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
 

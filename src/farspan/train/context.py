@@ -122,8 +122,8 @@ def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
     """Describe a sharded model for the planner, with the sizes of the unsharded model. Raises
-    UnsupportedError for ZeRO stages 1 and 2, and under tensor parallelism for models whose sizes
-    their configuration does not give, such as those with adapters."""
+    UnsupportedError for ZeRO stages 1 and 2. With tensor parallelism also for a model, such as one
+    with adapters, whose configuration alone does not give its sizes."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
     if stage not in (Stage.ZERO_0, Stage.ZERO_3):
         raise UnsupportedError(
@@ -141,7 +141,7 @@ def inspect_sharded(
 
 
 def _merge_work(inspected: InspectedModel, spec: ModelSpec) -> InspectedModel:
-    """Return the model with specification `spec`, but the profile's FLOP and bytes per layer."""
+    """Return `inspected` with model `spec`, but each layer's FLOP and bytes as profiled."""
     assert inspected.profile is not None, "it has been profiled"
     pairs = zip(spec.layers, inspected.profile.spec.layers, strict=True)
     # Only the model knows which weights are packed, and their bytes.
@@ -159,8 +159,9 @@ def inspect_blank(
     kernels: Kernels,
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """Describe a model (its weights are not needed) by its configuration's profile; if that differs
-    from `sizes` (see `_sizes`; default: the model's total), by a profile of the model itself."""
+    """Describe a model for the planner without its weights, by the profile of its configuration. If
+    that does not have these `sizes` (see `_sizes`; None: the model's totals), profile the model
+    itself."""
     model = stages.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)

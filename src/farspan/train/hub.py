@@ -181,8 +181,8 @@ class Upload(Thread):
 def pushed(
     result: TrainingResult, hub: HubConfig | None, world: DistributedContext
 ) -> TrainingResult:
-    """Upload the model of a run that no signal ended, unless the hub has it. Returns `result` with
-    the address or the error, on every rank: a failed upload does not fail the run."""
+    """Upload a run's model, unless the hub has it or a signal ended the run. Returns `result`, on
+    every rank, with the address or the error: a failed upload does not fail the run."""
     if hub is None or result.signum is not None:
         return result
 

@@ -130,8 +130,8 @@ class _StackBlock(ctypes.Structure):
 
 
 def grow_stack() -> None:
-    """Grow the main thread's stack by 1 MiB now. If it grew later, when a limited address space
-    (`ulimit -v`) is full, the system would end the process by SIGSEGV. Does nothing on other
+    """Grow the main thread's stack by 1 MiB now. Later growth may fail under a limit of the address
+    space (`ulimit -v`), and the system would end the process by SIGSEGV. Does nothing on other
     threads, whose stacks have their full size, or if the stack may not take 4 MiB (`ulimit -s`)."""
     most, _ = resource.getrlimit(resource.RLIMIT_STACK)
     small = most != resource.RLIM_INFINITY and most < 4 * MIB
@@ -167,7 +167,7 @@ WHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Place of a run's optimizer states, never `auto`, and the reason for it."""
+    """The place chosen for a run's optimizer states (never `auto`), and the reason for it."""
 
     states: StatesPlace
     reason: str
@@ -184,8 +184,8 @@ def is_unified(device: torch.device) -> bool:
 
 
 def open_of(run: RunConfig) -> Open:
-    """Return the choices that the run file leaves to the planner: the tier of optimizer states,
-    that of weights (only if the planner also chooses the schedule), and the use of a drive."""
+    """Return which choices the run file leaves to the planner: the tier of optimizer states, the
+    tier of weights (only together with the schedule), and whether to use a drive."""
     schedule, optimizer = run.schedule, run.optimizer
     weights = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
     return Open(optimizer.states is StatesPlace.AUTO, weights, optimizer.disk is not None)

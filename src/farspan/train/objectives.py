@@ -54,11 +54,11 @@ class _LogProbLoss:
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, updates: int) -> None:
-        """Compute what the loss needs before training, which continues after `updates` updates."""
+        """Compute what the loss needs before a run starts, or resumes after `updates` updates."""
 
     def train(self, step: Step, micro: Micro, total: int, share: float) -> Sums:
-        """Run forward and backward on a batch. Returns its share of the loss and of each metric;
-        mixture-of-experts routers' losses are multiplied by `share`."""
+        """Run forward and backward on a batch. Returns the batch's share of the loss and of each
+        metric. The routers' losses of a mixture of experts are multiplied by `share`."""
         with torch.enable_grad():
             shares = self._batch_shares(step, micro, total, "train")
             if self.loss.routers:
@@ -91,8 +91,8 @@ class _LogProbLoss:
 
     @contextmanager
     def detached(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run the block's forwards on `step` without gradients, and without reporting them as
-        progress of training. A stop signal still ends them between two cells."""
+        """Inside the block, let `step` run forwards without gradients, and without reporting them
+        as progress of training. A stop signal still ends them between two cells."""
         reported = step.progress
         step.progress = progress or self._check
         try:
@@ -290,8 +290,8 @@ def text_config(model: Any) -> Any:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch all adapters off inside the block, but leave their parameters trainable: peft's own
-    context manager changes that, after which farspan would have to inspect the model again."""
+    """Switch all adapters off inside the block, and leave their parameters trainable. peft's own
+    context manager freezes them, after which farspan would have to inspect the model again."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
@@ -309,7 +309,7 @@ SINGLE: dict[LossKind, type[_LogProbLoss]] = {LossKind.DISTILL: DistillationLoss
 def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
 ) -> _LogProbLoss:
-    """Return the loss of a run: a PreferenceLoss for answer pairs, else a class of `SINGLE`."""
+    """Return the object that computes a run's loss: for answer pairs a PreferenceLoss."""
     if batches.ctx.run.objective.paired:
         return PreferenceLoss(batches, observer, folder, identity)
     return SINGLE[batches.ctx.run.objective.kind](batches, observer)

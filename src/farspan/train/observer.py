@@ -25,8 +25,8 @@ class Reporter:
         """Show a message."""
 
     def preparing(self, documents: int, tokens: int, read: object = "") -> None:
-        """Report the documents and tokens prepared so far. `read` is text: which share of the data
-        this is, and how long the rest takes."""
+        """Report the documents and tokens prepared so far. `read` is a text with the share of the
+        data read and the time that the rest takes."""
 
     def measuring(self, what: str) -> None:
         """Report that the planner's measurement of `what` on this machine begins."""
@@ -64,9 +64,9 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Signal handler that lets a run end between two cells. The first signal waits until `check`,
-    `passed` or `meet` raises Interrupted; a second signal acts as it did before the run. The
-    processes of one run all end at the same point.
+    """Signal handler that lets a run end between two cells. The first signal takes effect when
+    `check`, `passed` or `meet` raises Interrupted; a second one acts at once, as signals did before
+    the run. All processes of one run end at the same point.
 
     A closing terminal sends SIGHUP twice, itself and through its shell, so SIGHUP never ends a
     process at once. An ignored SIGHUP, as under nohup, stays ignored.

@@ -99,15 +99,15 @@ LEAST_FRACTION = 0.125  # half of this fraction is not worth its buffers
 
 
 def fixed_bytes(budget: Budget) -> int:
-    """Return the bytes in `budget`, a tier's planned bytes by part, that no schedule changes."""
+    """Return the bytes of a tier's `budget` that are the same under every schedule."""
     return sum(size for part, size in budget.parts.items() if part in FIXED)
 
 
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Return a schedule that takes fewer bytes of `tiers` than `schedule`: at most RETRY_SHARE
-    times as many if possible. Returns None if no change saves the share WORTH of the bytes.
+    """Return a schedule that takes fewer bytes of `tiers` than `schedule`, if possible at most the
+    fraction RETRY_SHARE of them. Returns None if no change saves the fraction WORTH of them.
 
     Fields are changed one after the other, the cheapest in time first. In a pipeline every stage
     keeps its layers, so that its ranks can run the result.

@@ -153,9 +153,9 @@ class EightBitStates:
             self._adam.state[parameter] = self._zeros(parameter)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's initial AdamW state, in the format that torchao would choose at the
-        first step. No public function makes it: `_new_buffer(parameter, signed)` returns zeros of
-        one byte per element, or in the parameter's dtype if it is small or no multiple of 256."""
+        """Return a parameter's first AdamW state, all zeros, as torchao's own step would make it.
+        Uses the private `_new_buffer(parameter, signed)`, for lack of a public function: one byte
+        per element, or the parameter's dtype if it is small or no multiple of 256."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }
@@ -207,8 +207,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
-    """Return by name whether weight decay applies to a trainable parameter: it applies to matrices,
-    but not to norms, biases and embeddings, whether tied to the head or not."""
+    """Return, for each trainable parameter by name, whether weight decay applies: to matrices, but
+    not to norms, biases and embeddings, whether tied to the head or not."""
     embeddings = {
         id(parameter)
         for module in model.modules()
@@ -292,8 +292,8 @@ class TrainingOptimizer:
             self._updating.result()
 
     def abandon(self) -> None:
-        """Stop the running update after its current parameter, because the process waits for the
-        update's thread at exit. Parameters and states are unusable afterwards."""
+        """Stop the running update after its current parameter, so that the process need not wait
+        for the whole update at exit. Parameters and states are unusable afterwards."""
         self._is_left = True
 
     def held(self) -> StateBytes:
@@ -327,8 +327,8 @@ class TrainingOptimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """Limit the gradients, whose norm is `norm`, as configured; update; drop them. A thread may
-        do so while the next step begins: call `settle` before reading weights or states."""
+        """Clip the gradients, whose norm is `norm`, update the parameters, drop the gradients. A
+        thread may do so during the next step: call `settle` before reading weights or states."""
         if self._thread is not None:
             self._update_on_thread(self._thread, lr, norm)
             return

@@ -57,9 +57,9 @@ def is_adapters(path: Path) -> bool:
 
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
-    """Return (model to load, folder of adapters). If `model.path` is a folder of adapters, the
-    model is their base model, with adapters configured like them; otherwise return (`model`, None).
-    Raises UnsupportedError naming the field, also for quantised weights without adapters."""
+    """Find the base model of adapters. If `model.path` is a folder of adapters, return their base
+    model, configured with such adapters, and the folder; otherwise `model` and None. Raises
+    UnsupportedError naming the field, also for quantised weights without adapters."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
         if model.quantize is not None and model.lora is None:
@@ -138,8 +138,8 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """Return the run as it began: unless the command sets them, two values come from its folder,
-    `start` and the date that chat templates insert (`data.day`; today for a new run).
+    """Return the run with two values as at its first start, read from its folder unless the command
+    sets them: `start`, and the date that chat templates insert (`data.day`; today for a new run).
 
     Raises:
         UnsupportedError: The folder's config.yaml has an invalid `start`.
@@ -162,8 +162,9 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
-    """Copy the weights that `start` names into a loaded model, unless a checkpoint is restored:
-    this run's or, with `start.states`, the other's. Raises UnsupportedError naming the field."""
+    """Copy the weights of `start` (another run or adapters) into a loaded model. Does nothing if a
+    checkpoint will replace them: this run's or, with `start.states`, the other run's. Raises
+    UnsupportedError naming the field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return

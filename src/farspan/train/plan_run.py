@@ -56,7 +56,7 @@ from farspan.train.yaml_config import as_yaml, to_mapping
 
 @dataclass(frozen=True, slots=True)
 class PlanOfRun:
-    """A plan for a run file, with numbers for the whole run."""
+    """A run file's plan for one update, with the tokens and the time of the whole run."""
 
     run: RunConfig
     plan: Plan
@@ -113,7 +113,7 @@ class QuestionOfRun:
         return PlanOfRun(run, plan)
 
     def longest(self, max_step: float) -> dict[str, Plan]:
-        """Return by strategy the plan with the longest context, as `longest_contexts` finds it."""
+        """Return each strategy's plan with the longest context at `max_step` seconds per step."""
         return longest_contexts(self.question, self.strategies(), max_step=max_step)
 
     def strategies(self) -> list[str] | None:
@@ -187,8 +187,8 @@ def question_of_run(
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     """Return the model to plan for, and whether its linear modules have 4-bit weights. The model is
-    a configuration or, if adapters skip some linear module or have dropout, profiles of the model.
-    Raises UnsupportedError for a model that cannot be trained exactly."""
+    its configuration or, if adapters skip linear modules or have dropout, profiles of the model
+    itself. Raises UnsupportedError for a model that cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -219,7 +219,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with AdamW states as `options` says; `auto` for kinds that no run file has."""
+    """Return the run with AdamW states of the kind in `options`; `auto` if run files lack it."""
     if "optimizer" not in options:
         return run
     name = options["optimizer"]
@@ -250,7 +250,6 @@ def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Questi
 
 
 def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
-    """Return the layout of ranks that the run would have on `gpus` devices."""
     if isinstance(parallel, Parallel):
         return parallel.layout(gpus or parallel.asked())
     if parallel is None and gpus is None:
@@ -259,5 +258,5 @@ def _layout(parallel: Given, gpus: int | None, model: ModelSpec, machine: Machin
 
 
 def stretched_by(model: str, tokens: int) -> dict[str, Any]:
-    """Return the overrides (positions, RoPE) that let `model`, a name or folder, read `tokens`."""
+    """Return configuration overrides by which `model` (name or folder) reads `tokens` tokens."""
     return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)

@@ -120,9 +120,9 @@ class FreeMemory:
 
 
 def free_now(device: torch.device, used: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
-    """Return the memory that this process can use: what is free, and what the run already holds. It
-    holds `used` bytes on a CPU, or on a GPU torch's reserved memory and `on_host` bytes of main
-    memory; the `ranks` processes on this machine hold equally much main memory."""
+    """Return the memory that this process can use: free memory, and what the run already holds. On
+    a CPU the run holds `used` bytes; on a GPU, torch's reserved memory and `on_host` bytes of main
+    memory. Each of the `ranks` processes on this machine holds as much main memory."""
     host = available_host_bytes()
     if device.type == "cpu":
         return FreeMemory(0, host + ranks * used)
@@ -264,8 +264,8 @@ class SchedulePolicy:
 
 
 def _reused(plan: Plan | None, question: Question) -> Plan | None:
-    """Return `plan`, sized again for `question`, or None if the questions differ in more than the
-    machine, or if the plan would now have less memory to spare than when it was made."""
+    """Return `plan`, sized again for `question`. None if `question` differs from the plan's own in
+    more than the machine, or if the plan would have less memory to spare than before."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
     renewed = replace(of_whole(question, plan), unmoved=None)
@@ -612,10 +612,10 @@ def recall_plan(
     question: Question,
     evaluate: Callable[[Question, str, Schedule], Plan],
 ) -> Choice | None:
-    """Return the schedule that the planner chose in an earlier part of this run, from its `record`:
-    results then stay bit-identical. Returns None if machine or sparse attention differ. Under
-    another layout of ranks bits change anyway, so the schedule is kept only if it is sparse and can
-    run: its chunk is part of the attention's definition."""
+    """Return the schedule that the planner chose earlier in this run, from its `record`, so that
+    results stay bit-identical. Returns None if machine or sparse attention changed. Another layout
+    of ranks changes bits anyway: then only a sparse schedule that can run is kept, since its chunk
+    is part of the attention's definition."""
     layout = question.layout
     if record is None or record.get("machine") != question.machine.name:
         return None

@@ -295,9 +295,10 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return planned and measured bytes of a step by cause: one number each, or one per frame
-    (instructions that the report draws together), where memory peaks in it. `before`: the device's
-    bytes before the step (on a CPU, main memory's); `peak`: the measured peak above them."""
+    """Return the planned and the measured bytes of a step by cause: one number each, or one per
+    frame (instructions that the report draws together), at the frame's peak. `before` are the
+    device's bytes before the step (on a CPU, main memory's), `peak` the measured peak above
+    them."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(executed.peaks, frames)
     buffers = _buffers(executed.program, tiers, places)
@@ -395,8 +396,8 @@ def drawn_json(executed: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
-    """Return the seconds that the planner expects for an update of `batches` batches. Each kind of
-    work, and attention, counts as if alone; `total` is what the update takes with overlap."""
+    """Return the seconds that the planner expects of an update of `batches` batches. The seconds of
+    each kind of work, and of attention, ignore overlap; `total` includes it."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
     seconds, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):

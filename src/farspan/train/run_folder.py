@@ -381,7 +381,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _with_batch_of_all(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the batch of all replicas, since their number alone may change."""
+    """Return the settings with the batch of all replicas together, which a resumed run keeps."""
     batch = leaves["batch"] * (leaves.get(DATA) or 1)
     return _without("batch", leaves) | {"batch of all replicas": batch}
 
@@ -407,7 +407,7 @@ class Finding:
 
 
 def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
-    """Find the first weight and gradient that are not finite, and whether the loss is."""
+    """Find the first weight and gradient that are not finite, and whether the loss is finite."""
     finite_loss = abs(loss) < float("inf")  # false for NaN too
     return Finding(
         kind="gradient" if finite_loss else "loss",
@@ -452,8 +452,8 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device | None = None) -> None:
-    """Restore the generators' states that `capture_rng` returned, on the devices that exist. A
-    rank's GPU `device` other than the first also gets the state of cuda:0, which is rank 0's."""
+    """Restore the generators' states that `capture_rng` returned, on the devices that exist. If a
+    rank's `device` is not the first GPU, it also gets the state of cuda:0, rank 0's GPU."""
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):

@@ -85,8 +85,8 @@ TEXT = "only text is trained: the image encoder stays unchanged and is saved wit
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
-    """Return the run with its tokenizer (default: the model's, or bytes for random weights) and the
-    replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
+    """Complete a run: set its tokenizer (default: the model's, or bytes for random weights) and the
+    number of replicas that `ranks` ranks form (None: no torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -509,7 +509,6 @@ def refuse_weights(weights: Tier, layout: Layout) -> None:
 
 
 def _inspected(run: RunConfig, device: torch.device, blank: Any) -> InspectedModel:
-    """Describe the run's model for the planner from a model without weights."""
     rank = 0 if run.model.lora is None else run.model.lora.everywhere()
     stages = CausalLMStages(blank, device)
     return inspect_blank(stages, run.model.dtype.value, device, rank, run.kernels)
@@ -605,8 +604,8 @@ def show_data(
 
 
 def glance_at_data(run: RunConfig) -> list[str]:
-    """Return the lines of `show_data` for the first sequence, or a line that says why they are
-    missing. Reads only local data of the run file that is prepared or quick to prepare."""
+    """Return the lines of `show_data` for the first sequence, or one line that says why they are
+    missing. Reads only local data that are prepared or quick to prepare."""
 
     def watch(documents: int, tokens: int, read: HowFar) -> None:  # noqa: ARG001
         if documents > GLANCE[0] or tokens > GLANCE[1]:

@@ -31,7 +31,7 @@ def marks(run: RunConfig) -> dict[str, str]:
 
 def hides(run: RunConfig) -> bool:
     """Return whether sparse attention may hide from a query a token that dense attention shows it.
-    Assumes the shortest chunks, of one page, which a retry may use: they may hide more."""
+    Assumes chunks of one page: a retry may use them, and shorter chunks may hide more."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -73,8 +73,8 @@ def other_chunk(before: int | None, now: Schedule) -> str:
 
 def fraction_of(config: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
     """Return the selector that keeps a fixed share of pages, or None if the run file sets no
-    sparsity. Raises UnsupportedError if that share is more pages than the budget allows in chunks
-    of one page, which a run that is short of memory may use."""
+    sparsity. Raises UnsupportedError if this share of the pages exceeds the budget in chunks of one
+    page, to which a run short of memory may turn."""
     sparse = schedule.sparse
     if sparse is None or config is None or config.sparsity is None:
         return None

@@ -579,9 +579,9 @@ MEASURED, PASSES = 2**27, 3  # elements of the measured states (1.6 GB), and pas
 
 
 def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:
-    """Return the bytes per second, read and written together, of a folder's drive: the median of
-    several updates without computation. Raises WriteFailed, and UnsupportedError, such as for a
-    drive without direct I/O."""
+    """Measure a folder's drive: return bytes per second, read and written together, the median of
+    several updates without computation. Raises WriteFailed, or UnsupportedError, as for a drive
+    without direct I/O."""
     weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
     config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))
     rule = Rule(config, {"weight": False})

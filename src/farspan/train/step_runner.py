@@ -257,9 +257,9 @@ class StepRunner:
         return found
 
     def _look_at_process(self, predicted: int | None) -> dict[str, int]:
-        """Return planned and peak bytes of the process for metrics.jsonl, after the first two steps
-        on a CPU: the first writes most gradients and states only after its peak. `predicted` is the
-        step's predicted bytes, None in the second step."""
+        """Return planned and peak bytes of the process for metrics.jsonl. Called after each of the
+        first two steps on a CPU: the first writes most gradients and states only after its peak.
+        `predicted` is the step's predicted bytes, None in the second step."""
         self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
         if predicted is not None:
             self._planned = self._ctx.held_bytes() + predicted
@@ -268,7 +268,6 @@ class StepRunner:
         return {"memory_planned_bytes": self._planned, "memory_resident_bytes": self._resident}
 
     def _write_step(self, recorder: StepRecorder, seconds: float) -> None:
-        """Write step.json, with the times and memory of the recorded step."""
         ctx, choice, expected = self._ctx, self._choice, self._expected
         assert choice is not None, "a step was done"
         assert expected is not None, "it was sized"
@@ -455,7 +454,7 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 
 def _values_of(loss: LossConfig) -> dict[str, Any]:
-    """Return how many log-probabilities a loss keeps per token, as keyword `values`, if any."""
+    """Return, as keyword `values`, how many log-probabilities a loss keeps per token; {}: none."""
     if loss.kind is LossKind.SFT:
         return {}
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}

@@ -231,7 +231,7 @@ class TrainingLoop:
             return found, seen
 
     def _routing(self, micro: Micro, share: float) -> dict[str, Any]:
-        """Return arguments for a step that add `share` times its routers' losses, if any."""
+        """Return arguments by which a step adds `share` times its routers' losses; {}: none."""
         if not self._has_routers:
             return {}
         return {"attention_mask": micro.attention_mask, "router_share": share}
@@ -471,7 +471,7 @@ def base_of(run: RunConfig) -> dict[str, Any]:
 
 def returning_freed(callback: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
     """Wrap a progress callback so that every 16 cells glibc's heap returns free pages to the
-    system. Otherwise those between small live blocks, such as autograd's graphs, would stay."""
+    system. By itself it would keep those between small live blocks, such as autograd's graphs."""
 
     # LoRA of a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without
     # this, and 2,349 with it, for 0.1 of 19 seconds of CPU.
@@ -558,7 +558,7 @@ def _fitted(
     callbacks: Sequence[Callback],
     entered: ExitStack,
 ) -> TrainingResult:
-    """Train, compare and export; save first if a signal or a lack of memory ends the run."""
+    """Train, compare with the plan, export; if a signal or lack of memory ends this, save."""
     result = _unfinished(run, world)
     try:
         loop = _make_loop(run, parts, world, folder, observer, callbacks)

@@ -157,7 +157,7 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
 
 
 def with_settings(mapping: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
-    """Return the plain values of a file for the dataclass `kind`, changed by `settings`.
+    """Return a file's `mapping`, changed by `settings`, as plain values for the dataclass `kind`.
 
     A setting is KEY=VALUE: a dotted path, with numbers for list items, and a YAML value. Raises
     UnsupportedError naming the setting.
@@ -416,7 +416,6 @@ def _describe_option(option: Any) -> str:
 
 
 def _run_file_values(option: type[Enum]) -> list[str]:
-    """Return the values of an enum that a run file may use."""
     return [str(m.value) for m in option if not (isinstance(m, LossKind) and m.row.of_loops)]
 
 
