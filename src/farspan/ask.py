@@ -30,7 +30,7 @@ from farspan.planner.request import (
 )
 from farspan.profile.model import Variant
 from farspan.profile.store import Measure, Profiles, find_profiles, profiles_of
-from farspan.program.layout import Layout, sequence_layout
+from farspan.program.layout import Layout, packed_layout, sequence_layout
 from farspan.program.strategies import AUTO, STRATEGIES, check_name
 from farspan.spec import (
     Kernels,
@@ -189,6 +189,8 @@ class Request:
         optimizer = _optimizer(self.optimizer, weights)
         free = Open(self.optimizer == AUTO, self.weights == AUTO, self.disk is not None)
         layout = _layout(self._count(), model)
+        if self.quantize is not None:
+            layout = packed_layout(None, layout)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
         question = Question(
@@ -242,8 +244,6 @@ class Request:
             wrong = "quantised weights are not trained; give lora, the rank of adapters, such as 16"
         elif dtype_name(self.dtype) == "float64":
             wrong = "quantised weights cannot compute in float64; give dtype bf16 or fp32"
-        elif self._count() != 1:
-            wrong = "quantised weights support only one device so far; give gpus 1"
         if wrong is not None:
             raise UnsupportedError(f"quantize: {wrong}")
 

@@ -282,10 +282,6 @@ def test_no_step_is_as_short_as_it_may_be(monkeypatch: pytest.MonkeyPatch, asked
             "quantize: expected nf4 (four bits), got 'int2', which farspan does not support",
         ),
         (
-            ["--context", "1M", "--lora", "8", "--quantize", "nf4", "--gpus", "2"],
-            "quantize: quantised weights support only one device so far",
-        ),
-        (
             ["--context", "1M", "--lora", "8", "--quantize", "nf4", "--dtype", "fp64"],
             "quantize: quantised weights cannot compute in float64",
         ),

@@ -17,7 +17,7 @@ from farspan.hf.load import load_model
 from farspan.hf.quantized import held_bytes
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
-from farspan.program.layout import Parallel
+from farspan.program.layout import Auto, Parallel
 from farspan.spec import Quantization, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
@@ -32,6 +32,7 @@ from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
 from tests.numerics import relative_error
+from tests.ranks import RankError, run_ranks
 from tests.train.planner import planned_components
 from tests.train.test_lora import LORA, a_run
 from tests.train.test_ranks import fit_all
@@ -191,7 +192,7 @@ def test_auto_plans_for_them_in_main_memory(tmp_path: Path) -> None:
 def test_a_run_file_is_planned_with_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the folder alone says that it is quantised; several devices are refused."""
+    """Also where the folder alone says that it is quantised, and on two devices, each with all."""
     run = qlora(tmp_path, "run")
     folder = str(tmp_path / "packed")
     load_model(path=str(run.model.path), dtype=torch.float32, nf4=True).save_pretrained(folder)
@@ -204,11 +205,39 @@ def test_a_run_file_is_planned_with_its_bytes(
         assert found["quantize"] == "nf4"
         weights.append(found["device_bytes"]["parts"]["weights"])
     assert weights[0] == weights[1]
-    shared = str(run_file(tmp_path / "shared.yaml", replace(run, parallel=Parallel(data=2))))
-    monkeypatch.setattr("sys.argv", ["farspan", "plan", shared, "--machine", "h200"])
+    whole = Parallel(data=2, fsdp=False)
+    path = str(run_file(tmp_path / "shared.yaml", replace(run, parallel=whole)))
+    assert command(monkeypatch, "plan", path, "--machine", "2xh200", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device_bytes"]["parts"]["weights"] == weights[0]
+    path = str(run_file(tmp_path / "cut.yaml", replace(run, parallel=Parallel(data=2))))
+    monkeypatch.setattr("sys.argv", ["farspan", "plan", path, "--machine", "2xh200"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "quantised weights need one device" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "parallel.fsdp: quantised weights stay whole on every rank" in error
+
+
+def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
+    """By default each holds all weights; replicas and stages need fsdp: false."""
+    alone = qlora(tmp_path, "alone", steps=2, batch=2)
+    fit_all([alone])
+    layouts = {
+        "auto": Auto.AUTO,
+        "replicas": Parallel(data=2, fsdp=False),
+        "stages": Parallel(pipeline=2, fsdp=False),
+    }
+    runs = [
+        replace(alone, parallel=layout, folder=str(tmp_path / name), batch=1 + (name != "replicas"))
+        for name, layout in layouts.items()
+    ]
+    run_ranks(2, fit_all, runs)
+    for run in runs:
+        for name, tensor in weights(run).items():
+            assert relative_error(tensor, weights(alone)[name]) <= 1e-4, (run.folder, name)
+    cut = replace(alone, parallel=Parallel(data=2), folder=str(tmp_path / "cut"))
+    with pytest.raises(RankError, match=r"parallel\.fsdp: quantised weights stay whole"):
+        run_ranks(2, fit_all, [cut])
 
 
 def no_lora(run: RunConfig) -> RunConfig:

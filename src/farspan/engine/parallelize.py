@@ -45,6 +45,7 @@ from farspan.hf.fused_layers import fuse
 from farspan.hf.probe import TOKENS as PROBED
 from farspan.hf.probe import cast_call
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.swap import put, replacements
 from farspan.hf.tiled_mlp import Tokenwise, answer_densely, tokenwise
 from farspan.hf.unsupported import chooses_by_length, refuse_dropout
 from farspan.program.layout import (
@@ -388,7 +389,16 @@ def _drop_other_stages(
             here += range(start, stop)
         else:
             for layer in stages.layers[start:stop]:
-                layer.to("meta")
+                # `layer.to("meta")` has no form for quantised parameters.
+                blank = {
+                    p: nn.Parameter(torch.empty_like(p.data, device="meta"), p.requires_grad)
+                    for p in layer.parameters()
+                }
+                put(replacements(layer, blank))
+                buffers = (
+                    (m._buffers, n, b) for m in layer.modules() for n, b in m._buffers.items()
+                )
+                put((of, n, b if b is None else b.to("meta")) for of, n, b in list(buffers))
     return here
 
 

@@ -462,6 +462,18 @@ def layout_of(parallel: Given, ranks: int, model: Callable[[], ModelSpec]) -> La
     return ALONE if ranks == 1 else sequence_layout(model(), ranks)
 
 
+def packed_layout(parallel: Given, layout: Layout) -> Layout:
+    """Return the layout for quantised weights, which every rank holds whole: it has no FSDP. Raises
+    UnsupportedError if a run file's `parallel` cuts weights."""
+    if layout.devices() == 1 or not isinstance(parallel, Parallel):
+        return replace(layout, fsdp=False)
+    if layout.fsdp:
+        raise UnsupportedError(
+            "parallel.fsdp: quantised weights stay whole on every rank; set fsdp: false"
+        )
+    return layout
+
+
 def replicas(parallel: Given) -> int:
     """Return the number of data-parallel replicas that a run file sets."""
     return (parallel.data or 1) if isinstance(parallel, Parallel) else 1

@@ -24,6 +24,7 @@ from farspan.program.layout import (
     Layout,
     Parallel,
     group_ranges,
+    packed_layout,
     sequence_layout,
 )
 from farspan.program.strategies import AUTO
@@ -42,7 +43,6 @@ from farspan.train.oom import explain_moved
 from farspan.train.origin import with_base
 from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import (
-    SHARED,
     adapt,
     choose_device,
     embedded_rows,
@@ -232,8 +232,8 @@ def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Questi
     """Return the planner's input for all devices of the run, within the run file's memory limit."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
-    if question.nf4 and layout.devices() > 1:
-        raise UnsupportedError(SHARED)
+    if question.nf4:
+        layout = packed_layout(run.parallel, layout)
     refuse_weights(question.weights, layout)
     is_sharded(run, layout)  # refuses combinations with sharded weights
     if machine.unified:  # the ranks of a CPU are processes of one machine

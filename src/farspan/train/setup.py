@@ -54,6 +54,7 @@ from farspan.program.layout import (
     check_ranks,
     group_ranges,
     layout_of,
+    packed_layout,
     refuse_together,
     streams,
 )
@@ -79,7 +80,6 @@ from farspan.train.sparse import index_of, opening_words
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked, not linear modules; they stay frozen"
 
-SHARED = "parallel: quantised weights need one device so far; leave out parallel or model.quantize"
 GLANCE = 1_000, 1 << 20  # documents and tokens that are prepared within seconds
 TEXT = "only text is trained: the image encoder stays unchanged and is saved with the model"
 
@@ -139,7 +139,8 @@ def make_context(
     _check_data(run, corpus, tokenizer(), blank, observer)
     look = cache(partial(_inspected, run, world.device, blank))
     describe_it = partial(world.run_on_rank0, lambda: look().model)
-    world.set_layout(layout_of(run.parallel, world.size, describe_it))
+    layout = layout_of(run.parallel, world.size, describe_it)
+    world.set_layout(packed_layout(run.parallel, layout) if _is_packed(run, blank) else layout)
     world.refuse_unlike("data", corpus.identity)
     loaded = partial(_load_placed, components=components, world=world, about=about)
     run, placed, model, outside = loaded(run, blank, config, look, observer)
@@ -197,7 +198,7 @@ def _load_placed(
     Returns the run with the tier of its weights set, the place of the states, the model, and the
     bytes that the process held before loading the model. Raises UnsupportedError.
     """
-    is_packed = run.model.quantize is not None or format_of(blank.config) is not None
+    is_packed = _is_packed(run, blank)
     if not is_packed:
         run, placed = place(run, components, world, look, about, observer)
     outside = resident_bytes()
@@ -207,6 +208,10 @@ def _load_placed(
         run, placed = place(run, components, world, packed, about, observer)
         outside += resident_bytes() - loaded  # memory that planning keeps, as above
     return run, placed, model, outside
+
+
+def _is_packed(run: RunConfig, blank: Any) -> bool:
+    return run.model.quantize is not None or format_of(blank.config) is not None
 
 
 def _check_data(
@@ -350,14 +355,15 @@ def _blank_model(
         blank = blank_of(config)
         refuse_model(blank)
         refuse_dropout(blank)
-        if world.size > 1 and (run.model.quantize or format_of(blank.config)):
-            raise UnsupportedError(SHARED)
         stages = run.parallel.pipeline if isinstance(run.parallel, Parallel) else 1
         layers = blank.config.get_text_config().num_hidden_layers
         schedule = components.schedule_of(run, blank)
         refuse_groups(schedule, layers, stages)
         if isinstance(run.parallel, Parallel):
-            refuse_weights(schedule.weights, run.parallel.layout(world.size))
+            layout = run.parallel.layout(world.size)
+            if _is_packed(run, blank):
+                packed_layout(run.parallel, layout)
+            refuse_weights(schedule.weights, layout)
         results.append((blank, config))
 
     results: list[tuple[Any, PretrainedConfig]] = []
@@ -375,9 +381,11 @@ def _load_model(
     observer: Observer,
 ) -> Any:
     """Load the run's model on rank 0; other ranks return the model without weights. With several
-    ranks rank 0 loads it into main memory, because the layout is not known yet."""
+    ranks rank 0 loads it into main memory, because the layout is not known yet. Quantised weights
+    are loaded by every rank: what their modules hold besides parameters cannot be sent."""
     torch.manual_seed(run.seed)
-    stays = world.size == 1 and run.schedule.weights is not Tier.HOST
+    is_packed = _is_packed(run, blank)
+    stays = (world.size == 1 or is_packed) and run.schedule.weights is not Tier.HOST
     device = world.device if stays else torch.device("cpu")
     rows = blank.get_input_embeddings().num_embeddings
     loaded: list[Any] = []
@@ -389,6 +397,8 @@ def _load_model(
 
     # All ranks raise its errors.
     world.run_on_rank0(read, "loading the model")
+    if is_packed and not loaded:
+        read()
     return loaded[0] if loaded else blank
 
 
