@@ -53,16 +53,17 @@ def test_embeddings_that_ask_for_gradients_get_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "trained"),
+    ("given", "trained", "tied"),
     [
-        ({"use_dora": True, "use_rslora": True}, 24),
-        ({"target_modules": ["q_proj"], "bias": "all", "lora_bias": True}, 24),
-        ({"modules_to_save": ["embed_tokens", "lm_head", "norm"]}, 27),
-        ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, 12),
-        ({"trainable_token_indices": [1, 5]}, 17),
+        ({"use_dora": True, "use_rslora": True}, 24, False),
+        ({"target_modules": ["q_proj"], "bias": "all", "lora_bias": True}, 24, True),
+        ({"modules_to_save": ["embed_tokens", "lm_head", "norm"]}, 27, True),
+        ({"modules_to_save": ["embed_tokens", "lm_head", "norm"]}, 27, False),
+        ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, 12, True),
+        ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, 12, False),
+        ({"trainable_token_indices": [1, 5]}, 17, True),
     ],
 )
-@pytest.mark.parametrize("tied", [True, False])
 def test_what_peft_trains_beside_matrices_is_exact(
     given: dict[str, Any], trained: int, tied: bool
 ) -> None:

@@ -31,7 +31,7 @@ def wrap(module: nn.Module, change: Callable[[Any], Any] = lambda out: out) -> N
     module.forward = MethodType(forward, module)
 
 
-@pytest.mark.parametrize("where", ["", "model", "model.layers.1", "model.layers.0.mlp"])
+@pytest.mark.parametrize("where", ["", "model.layers.0.mlp"])
 def test_a_forward_set_on_a_module_does_not_reach_its_copies(where: str) -> None:
     model = make_model("llama")
     expected = run_oracle(model, DATA)

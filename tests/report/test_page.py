@@ -119,7 +119,7 @@ def spread_of(values: Any, unit: int, count: int) -> list[int]:
     return [of * unit for of in values] if isinstance(values, list) else [values] * count
 
 
-@pytest.mark.parametrize("frames", [1000, 13, 1])
+@pytest.mark.parametrize("frames", [1000, 1])
 def test_memory_over_the_step_reaches_what_is_planned(plans: list[Plan], frames: int) -> None:
     """At its fullest moment, however few positions are shown."""
     for plan in plans:

@@ -156,8 +156,10 @@ def test_a_run_under_way_has_a_page(run: RunConfig, tmp_path: Path) -> None:
     assert found["commands"][0]["ended"] == "not yet"
 
 
-@pytest.mark.parametrize("name", ["about", "plan", "comparison", "step", "history"])
-@pytest.mark.parametrize("text", ['{"a": ', "[1]", "[" * 9999])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    crossed(["about", "plan", "comparison", "step", "history"], ['{"a": ', "[1]", "[" * 9999]),
+)
 def test_a_damaged_file_is_named(run: RunConfig, tmp_path: Path, name: str, text: str) -> None:
     folder = copied(run, tmp_path)
     (folder / f"{name}.json").write_text(text)

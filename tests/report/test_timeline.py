@@ -24,6 +24,7 @@ from farspan.report.snapshot import plan_snapshot
 from farspan.spec import RunSpec, Tier
 from farspan_memory.placement import Placement, PlacementRequest, live_peak, sweep_placement
 from farspan_memory.trace import Malloc, from_snapshot, read_snapshot, write_trace
+from tests.grids import crossed
 from tests.memory.layers import step
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import with_work
@@ -60,8 +61,7 @@ def loaded(plan: Plan) -> tuple[dict[str, Any], dict[str, list[tuple[int, int, s
     return trace, lanes
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "overlap"), crossed(STRATEGIES, [True, False]))
 def test_lanes_do_not_overlap_themselves_and_end_with_the_prediction(
     name: str, overlap: bool
 ) -> None:
