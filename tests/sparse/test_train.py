@@ -314,7 +314,8 @@ class TestSelector:
     def test_more_than_the_budget_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
         """Of 9 pages, which the smallest chunk chooses from, a quarter is left out: 7 are not
         within a budget of one."""
-        run = sparse_run(tmp_path, sparse=replace(SPARSE, sparsity=0.25))
+        quarter = replace(SPARSE, sparsity=0.25)
+        run = sparse_run(tmp_path, sparse=quarter)
         message = (
             r"sparse\.sparsity: 0\.25 leaves 7 of 9 pages, more than the budget of 1; "
             r"raise sparse\.budget to 28, or sparse\.sparsity to 0\.8889$"
@@ -322,8 +323,7 @@ class TestSelector:
         with pytest.raises(UnsupportedError, match=message):
             train(run, reporter=Quiet())
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
-        for change in ({"budget": 28}, {"sparsity": 0.8889}):
-            helped = replace(SPARSE, **{"sparsity": 0.25, **change})
+        for helped in (replace(quarter, budget=28), replace(quarter, sparsity=0.8889)):
             assert fraction_of(helped, Schedule(chunk=8, sparse=helped.spec()), 48) is not None
 
 
