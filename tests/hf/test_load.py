@@ -88,7 +88,7 @@ def test_a_file_whose_weights_were_converted_leaves_memory(tmp_path: Path, conve
         assert torch.equal(parameter, weights[name].float()), name
 
 
-@pytest.mark.parametrize("name", part_of(FAMILIES, *list(FAMILIES)[::3]))
+@pytest.mark.parametrize("name", part_of(FAMILIES, *list(FAMILIES)[::6]))
 def test_a_model_without_weights_is_the_model_but_for_them(name: str, tmp_path: Path) -> None:
     make_model(name, torch.float32).config.save_pretrained(tmp_path)
     model, blank = (
@@ -113,25 +113,6 @@ def test_missing_weights_are_refused_by_name(save: Save) -> None:
     folder = save(lambda weights: weights.pop(MISSING), False)
     message = rf"model\.path: .* holds no weights for {MISSING}, which would start from random"
     with pytest.raises(UnsupportedError, match=message):
-        load_model(path=str(folder), dtype=torch.float32)
-
-
-def test_many_missing_weights_are_counted(save: Save) -> None:
-    folder = save(lambda w: [w.pop(name) for name in list(w) if "layers.1." in name], False)
-    with pytest.raises(UnsupportedError, match=r"layers\.1\.\S+ and 7 more, which would"):
-        load_model(path=str(folder), dtype=torch.float32)
-
-
-def test_a_head_that_is_the_embedding_is_not_missing(save: Save) -> None:
-    folder = save(lambda _: None, True)
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    model = load_model(path=str(folder), dtype=torch.float32)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_a_head_of_its_own_is_missing_when_it_is(save: Save) -> None:
-    folder = save(lambda weights: weights.pop("lm_head.weight"), False)
-    with pytest.raises(UnsupportedError, match=r"no weights for lm_head\.weight"):
         load_model(path=str(folder), dtype=torch.float32)
 
 
@@ -175,16 +156,6 @@ def test_a_field_that_a_family_reads_without_declaring_it_is_one(tmp_path: Path)
     assert changed.head_dim == 32
 
 
-def test_fields_that_transformers_makes_others_of_are_taken() -> None:
-    """As published files have them."""
-    made = load_config(path=None, config={**QWEN3_MOE, "rope_theta": 5e5}, overrides={})
-    assert made.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
-    layers = ["sliding_attention", "full_attention"]
-    gemma = {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": layers}
-    made = load_config(path=None, config={**gemma, "global_head_dim": 32}, overrides={})
-    assert [layer.head_dim for layer in made.per_layer_config] == [256, 32]
-
-
 def test_a_field_that_differs_by_layer_is_one() -> None:
     """Gemma4's configuration refuses to tell it of all layers; a file's is that of most."""
     gemma = {"model_type": "gemma4_text", "head_dim": 16}
@@ -209,13 +180,6 @@ def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
         load_model(config={**QWEN3_MOE, name: 32}, dtype=torch.float32)
 
 
-def test_what_no_override_changes_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"^model\.overrides\.model_type: the type of a qwen3_"
-    ):
-        load_config(path=None, config=QWEN3_MOE, overrides={"model_type": "gpt2"})
-
-
 @pytest.mark.parametrize("layers", [0, -1])
 def test_a_model_without_layers_is_refused(layers: int) -> None:
     given = {"num_hidden_layers": layers}
@@ -224,13 +188,6 @@ def test_a_model_without_layers_is_refused(layers: int) -> None:
         load_config(path=None, config=QWEN3_MOE, overrides=given)
     with pytest.raises(UnsupportedError, match=words):
         load_config(path=None, config={**QWEN3_MOE, **given}, overrides={})
-
-
-def test_of_a_family_without_a_causal_model_only_what_it_declares_is_a_field() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"model\.config\.head_dim: ViTConfig has no such field"
-    ):
-        load_config(path=None, config={"model_type": "vit", "head_dim": 32}, overrides={})
 
 
 @pytest.mark.parametrize(
@@ -258,16 +215,6 @@ def test_an_override_that_no_model_can_have_is_named(
     }
     with pytest.raises(UnsupportedError, match=message):
         load_model(config=config, overrides=overrides, dtype=torch.float32, weights=Weights.NONE)
-
-
-def test_a_model_with_fewer_layers_is_one_that_can_be_loaded(tmp_path: Path) -> None:
-    config = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
-    few = {"num_hidden_layers": 2}
-    model = load_model(config=config | heads, overrides=few, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert len(again.model.layers) == len(again.config.layer_types) == 2
 
 
 def test_a_folder_of_adapters_is_refused(save: Save, tmp_path: Path) -> None:

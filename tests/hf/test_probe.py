@@ -121,19 +121,6 @@ class TestWhatCouldNotBeNoticedByName:
         with pytest.raises(UnsupportedError, match="must not decrease"):
             step(data.input_ids, data.labels, down)
 
-    def test_a_step_within_a_step(self) -> None:
-        data = draw(20)
-        step = Step(make_model("llama"), SCHEDULE)
-
-        def again(_: Progress) -> None:
-            step.evaluate(*data)
-
-        step.progress = again
-        with pytest.raises(RuntimeError, match="a Step with this memory is running"):
-            step(*data)
-        step.progress = None
-        step(*data)
-
     def test_a_step_within_another_in_one_memory(self) -> None:
         """Its buffers would overwrite those of the other."""
         data = draw(20)

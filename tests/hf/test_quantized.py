@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -13,21 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.cli.evaluate import subject_of
 from farspan.engine.loss import StepInputs
-from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.engine.trace_steps import META, MetaKernels
 from farspan.engine.verify import TWO_ROUNDINGS, VerificationRun, verify
 from farspan.hf.load import add_adapters, load_model
 from farspan.hf.quantized import (
     copied,
-    elements,
     frozen_digest,
     held_bytes,
     is_packed,
     parts_of,
-    shape_of,
     unpacked,
 )
 from farspan.program.strategies import strategy
@@ -38,7 +33,6 @@ from tests.engine.checks import (
     assert_same_bits,
     draw,
     errors,
-    gradients,
     run_oracle,
     run_step,
 )
@@ -111,26 +105,6 @@ def test_two_steps_have_the_gradients_of_plain_autograd(folder: Path, name: str)
             descend(model, outcome.gradients)
 
 
-def test_all_but_the_head_and_the_embeddings_is_packed(folder: Path) -> None:
-    model, bare = packed(folder), packed(folder, rank=0)
-    names = {name for name, module in bare.named_modules() if is_packed(module)}
-    assert len(names) == 4 * 7
-    assert all(".layers." in name for name in names)
-    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.uint8}
-    plain = load_model(path=str(folder), dtype=torch.float32)
-    shapes = {n: p.shape for n, p in plain.named_parameters()}
-    assert {n: shape_of(p) for n, p in bare.named_parameters()} == shapes
-    assert sum(map(elements, bare.parameters())) == sum(p.numel() for p in plain.parameters())
-
-
-def test_adapters_beside_packed_weights_have_the_models_dtype(folder: Path) -> None:
-    model = packed(folder, torch.bfloat16)
-    trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    assert trained == {torch.bfloat16} == {model.dtype}
-    run_step(model, SCHEDULES["grouped"], draw(TOKENS))
-    assert all(g.isfinite().all() and g.any() for g in gradients(model).values())
-
-
 def test_the_limit_of_the_rank_is_that_of_what_is_packed(folder: Path) -> None:
     plain = load_model(path=str(folder), dtype=torch.float32)
     widest = max(
@@ -149,12 +123,6 @@ def test_a_folder_that_is_packed_is_taken_as_it_is(folder: Path, tmp_path: Path)
     data = draw(TOKENS)
     found, expected = (run_step(m, SCHEDULES["grouped"], data) for m in (again, first))
     assert all(torch.equal(g, expected.gradients[n]) for n, g in found.gradients.items())
-
-
-def test_a_folder_that_is_packed_is_read_in_float32_at_most(folder: Path, tmp_path: Path) -> None:
-    packed(folder, rank=0).save_pretrained(tmp_path)
-    model = subject_of(str(tmp_path), "float64", None).model(torch.device("cpu"))
-    assert model(draw(TOKENS).input_ids).logits.dtype == torch.float32
 
 
 def test_scales_are_part_of_the_frozen_weights(folder: Path) -> None:
@@ -219,15 +187,6 @@ def test_a_wrong_step_over_packed_weights_is_seen(folder: Path) -> None:
     assert not verify(model, SCHEDULES["grouped"], VerificationRun(tokens=TOKENS)).passed
 
 
-def test_bytes_are_those_of_the_packing(folder: Path) -> None:
-    """64 elements a block, whose scale has one byte; 256 such scales have one of four bytes."""
-    weight = packed(folder, rank=0).model.layers[0].mlp.down_proj.weight
-    count = elements(weight)
-    blocks = -(-count // 64)
-    tables = 4 * (16 + 256) + 4
-    assert held_bytes(weight) == -(-count // 2) + blocks + 4 * -(-blocks // 256) + tables
-
-
 # -- from main memory -----------------------------------------------------------------------------
 
 
@@ -282,34 +241,6 @@ def test_streamed_bytes_are_those_of_the_packing(folder: Path) -> None:
     assert step.copies.fetched == sum(simulate(program).fetched.values())
 
 
-def test_modules_have_packed_weights_in_slots_while_a_step_runs(folder: Path) -> None:
-    """Of which nothing is left when it is over, also when it failed."""
-    model = packed(folder)
-    modules: list[Any] = [m for m in model.modules() if is_packed(m)]
-    own = [m.weight for m in modules]
-    step = Step(model, streamed("grouped"))
-    met: list[bool] = []
-
-    def look(progress: Progress) -> None:
-        slab = step.arenas[Tier.DEVICE]._block.untyped_storage().data_ptr()
-        for module, weight in zip(modules, own, strict=True):
-            assert module.weight is not weight
-            assert type(module.weight) is type(weight)
-            parts = parts_of(module.weight)
-            met.extend(part.untyped_storage().data_ptr() == slab for part in parts)
-        if progress.cells_done == progress.cells - 2:
-            raise RuntimeError("stop")
-
-    step.progress = look
-    with pytest.raises(RuntimeError, match="stop"):
-        step(*draw(TOKENS))
-    assert all(met)
-    assert [m.weight for m in modules] == own
-    assert step.weights is not None
-    used = [p.used for unit in step.weights._units for p in unit.parameters]
-    assert not any(part.numel() for weight in used for part in parts_of(weight))
-
-
 def test_scales_that_are_others_are_read_where_they_lie(folder: Path) -> None:
     """By the next step, as weights are."""
     resident = packed(folder)
@@ -356,11 +287,6 @@ def test_a_device_apart_has_the_scales_too(folder: Path) -> None:
     [
         ({"quant_method": "mxfp4"}, "quantised as MXFP4, which transformers cannot train"),
         ({"quant_method": "nvfp4"}, "quantised as NVFP4, .*has no backward.*model.quantize: nf4"),
-        (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-            "quantised as NVFP4",
-        ),
-        ({"quant_method": "fbgemm_fp8"}, "quantised as FBGEMM_FP8"),
         ({"quant_method": "of our own"}, "does not know the quantised weights"),
     ],
 )
@@ -372,14 +298,6 @@ def test_formats_without_gradients_are_refused_before_anything_is_loaded(
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
     with pytest.raises(UnsupportedError, match=rf"model\.path: .*{message}"):
         load_model(path=str(tmp_path), dtype=torch.float32)  # of a folder without weights
-
-
-def test_without_bitsandbytes_it_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
-    with pytest.raises(UnsupportedError, match=r'pip install "farspan\[quantize\]"'):
-        load_model(path=str(folder), dtype=torch.float32, nf4=True)
 
 
 @pytest.mark.gpu

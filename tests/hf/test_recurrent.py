@@ -11,18 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
-from farspan.hf.describe import describe
 from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
 from farspan.hf.recurrent import RecurrentStates
-from farspan.hf.stages import CausalLMStages
-from farspan.program.layout import with_states
-from farspan.spec import Kernels, Schedule, Sparse, Tier, UnsupportedError
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of
 from tests.hf.test_families import KEPT, STREAMED
 from tests.hf.test_refused import refusal
-from tests.numerics import EXACT, relative_error
+from tests.numerics import relative_error
 from tests.zoo import COMMON, RECURRENT, make_model
 
 pytestmark = pytest.mark.slow
@@ -46,7 +43,7 @@ def assert_exact(name: str, schedule: Schedule, data: list[Data]) -> None:
             assert_close(run_step(model, step, batch), run_oracle(model, batch))
 
 
-PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)[::4])]
+PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)[::5])]
 
 
 @pytest.mark.parametrize(("name", "kind"), part_of(product(RECURRENT, SCHEDULES), *PAIRS))
@@ -86,7 +83,7 @@ def test_documents_of_a_token(cuts: tuple[int, ...]) -> None:
     assert_exact("qwen3_5_text", Schedule(chunk=8, groups=2), [data])
 
 
-@pytest.mark.parametrize("name", part_of(RECURRENT, *list(RECURRENT)[::2]))
+@pytest.mark.parametrize("name", part_of(RECURRENT, *list(RECURRENT)[1::5]))
 def test_what_is_exact_is_the_model_of_hugging_face(name: str) -> None:
     model = make_model(name)
     data = draw(53, batch=2)
@@ -96,12 +93,6 @@ def test_what_is_exact_is_the_model_of_hugging_face(name: str) -> None:
     assert relative_error(ours, theirs) < 1e-6
 
 
-def test_evaluation_is_the_same_loss() -> None:
-    model, data = make_model("lfm2"), draw(53, batch=2, documents=3)
-    step = Step(model, KEPT)
-    assert relative_error(step.evaluate(*data), run_oracle(model, data).loss) < EXACT
-
-
 def test_adapters_are_exact() -> None:
     model = make_model("qwen3_5_text")
     add_adapters(model, rank=2, alpha=4)
@@ -109,14 +100,6 @@ def test_adapters_are_exact() -> None:
     with Float64Mode():
         step = Step(model, KEPT, poison=True)
         assert_close(run_step(model, step, data), run_oracle(model, data))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own
-def test_compiled_modules_are_exact() -> None:
-    model, data = make_model("lfm2"), draw(38)
-    step = Step(model, KEPT, kernels=Kernels(compile=True))
-    assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
 def test_sparse_attention_leaves_recurrences_exact() -> None:
@@ -143,16 +126,6 @@ def test_bfloat16_is_as_close_as_plain(name: str) -> None:
         return sum(float(x.norm()) ** 2 for x in whole) ** 0.5
 
     assert error(found) <= 2 * error(plain)
-
-
-def test_states_take_the_rows_of_their_chunk() -> None:
-    spec = describe(CausalLMStages(make_model("qwen3_5_text")))
-    conv, recurrent = spec.layers[0].state
-    assert (conv.name, conv.shape, conv.element_bytes) == ("conv.0", (64, 4), 8)
-    assert (recurrent.name, recurrent.shape) == ("recurrent.0", (4, 8, 8))
-    rows = [s.row for s in with_states(spec, ((0, 10), (10, 17), (17, 18))).layers[0].state]
-    assert rows == [-(-64 * 4 // 7), -(-4 * 8 * 8 // 7)]
-    assert not any(s.row for s in with_states(spec, ((0, 10),)).layers[0].state)
 
 
 class TestRefused:

@@ -61,26 +61,6 @@ def test_each_sequence_has_the_table_of_its_longest_document(family: str) -> Non
         assert relative_error(step.evaluate(*data), expected.loss) < 1e-12, what
 
 
-def test_both_tables_are_felt() -> None:
-    """The same tokens as one document and as two short ones, at the places they have in common."""
-    stages = CausalLMStages(long_rope("llama"))
-    first = torch.arange(10)[None]
-    tables = []
-    for longest in (ORIGINAL, ORIGINAL + 1):
-        stages.settle(longest)
-        tables.append(stages.calls(1, first)[0].keywords["position_embeddings"][0])
-    assert relative_error(*tables) > 1e-2
-
-
-def test_the_model_s_own_table_stays() -> None:
-    model = long_rope("llama")
-    rope: Any = model.model.rotary_emb
-    before = rope.inv_freq.clone()
-    CausalLMStages(model).settle(100)
-    assert rope.rope_type == "longrope"
-    assert torch.equal(rope.inv_freq, before)
-
-
 class OfItsOwn(nn.Module):
     """Scales the table by the longest position, as PhiMoE's does."""
 

@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig
+from torch import nn
 
 import farspan
 from farspan.distributed import fsdp
-from farspan.engine.reference import reference_loss
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
-from farspan.engine.verify import VerificationRun, verify
 from farspan.hf.attention_interface import config_field
 from farspan.hf.edits import look
 from farspan.hf.load import add_adapters
@@ -148,7 +145,7 @@ class Interrupt:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("way", "interrupts"),
-    [(2, 2), (4, 2), (5, 2), (6, 2), (7, 2), *(exhaustive(way, 6) for way in range(8))],
+    [(4, 2), (5, 2), (7, 2), *(exhaustive(way, 6) for way in range(8))],
 )
 def test_after_a_step_an_error_and_an_interrupt(way: int, interrupts: int) -> None:
     """Interrupted in each way elsewhere."""
@@ -183,7 +180,11 @@ def stop(done: Progress) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("model", "schedule", "shift"),
-    [("plain", "tiles", 0.0), ("adapters that drop", "plain", 0.3), ("recurrent", "plain", 0.6)],
+    [
+        ("plain", "tiles", 0.0),
+        exhaustive("adapters that drop", "plain", 0.3),
+        ("recurrent", "plain", 0.6),
+    ],
 )
 def test_while_a_step_is_prepared(model: str, schedule: str, shift: float) -> None:
     """Probes, descriptions, fused layers and tiles look at the model in pieces."""
@@ -193,14 +194,6 @@ def test_while_a_step_is_prepared(model: str, schedule: str, shift: float) -> No
     for number in places(counted.calls, 3, shift):
         with untouched(user), Interrupt(number), suppress(KeyboardInterrupt):
             Step(user, SCHEDULES[schedule])
-
-
-def test_after_checks_against_autograd() -> None:
-    user = make_model("llama", torch.float32)
-    with untouched(user):
-        reference_loss(user, *DATA).backward()
-    with untouched(user, values=False):  # it puts others in for a time, and them back
-        verify(user, PLAIN, VerificationRun(tokens=16))
 
 
 # -- contexts that are not a step's -----------------------------------------------------------
@@ -323,26 +316,3 @@ def test_nothing_else_writes_into_a_model() -> None:
         if writes_to_tables(path.read_text("utf-8"))
     }
     assert found - OTHERS == {"hf/swap.py"}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "model._modules['a'] = b",
-        "model._parameters |= b",
-        "shell.__dict__['forward'] = b",
-        "module.forward = b",
-        "del module.__dict__['forward']",
-        "setattr(module, name, b)",
-    ],
-)
-def test_a_write_is_found(text: str) -> None:
-    assert writes_to_tables(text) == [1]
-
-
-def test_configurations_are_compared() -> None:
-    model: Any = nn.Module()
-    model.config = PretrainedConfig()
-    before = state_of(model)
-    model.config.note = Tensor
-    assert state_of(model) != before

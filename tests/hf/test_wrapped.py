@@ -31,7 +31,7 @@ def wrap(module: nn.Module, change: Callable[[Any], Any] = lambda out: out) -> N
     module.forward = MethodType(forward, module)
 
 
-@pytest.mark.parametrize("where", ["", "model", "model.layers.1", "model.layers.0.mlp"])
+@pytest.mark.parametrize("where", ["", "model.layers.0.mlp"])
 def test_a_forward_set_on_a_module_does_not_reach_its_copies(where: str) -> None:
     model = make_model("llama")
     expected = run_oracle(model, DATA)
@@ -86,12 +86,6 @@ def test_another_loss_is_refused() -> None:
         UnsupportedError, match=r"own loss fails with its loss_function \(TypeError"
     ):
         Step(model, SCHEDULE)
-
-
-def test_one_that_changes_a_layer_is_run() -> None:
-    model = make_model("llama")
-    wrap(model.get_submodule("model.layers.1.mlp"), lambda out: 1.5 * out)
-    assert_close(run_step(model, SCHEDULE, DATA), run_oracle(model, DATA))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

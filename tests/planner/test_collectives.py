@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.planner.collectives import Collectives, exchange_bytes, fsdp_ranks
+from farspan.planner.collectives import Collectives, exchange_bytes
 from farspan.planner.evaluate import evaluate, size, slowest
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
@@ -51,17 +51,6 @@ def test_ulysses_moves_the_bytes_of_facts(ranks: int, batch: int) -> None:
     assert collectives.forward(LAYER, own, AttentionMode.NONE) == near(project)
 
 
-def test_a_chunk_costs_as_much_over_any_number_of_ranks() -> None:
-    """What a rank sends of a chunk falls with 1 / P: P ranks together send (P - 1) / P of it."""
-    chunk = 1024
-    sent = {}
-    for ranks in (2, 4):
-        collectives = Collectives(ask(Layout(ulysses=ranks, fsdp=False)))
-        seconds = collectives.forward(LAYER, chunk // ranks, AttentionMode.COMPUTE)
-        sent[ranks] = seconds * ranks / (1 - 1 / ranks)
-    assert sent[2] == pytest.approx(sent[4], rel=EXACT)
-
-
 def test_only_the_ring_grows_with_the_prefix() -> None:
     layout = Layout(ring=4, fsdp=False)
     ring = Collectives(ask(layout))
@@ -85,16 +74,6 @@ def test_shards_gather_queries_and_scatter_partial_sums() -> None:
     assert collectives.forward(LAYER, own, AttentionMode.COMPUTE) == near(forward)
     assert collectives.backward(LAYER, own) == near(backward)
     assert collectives.forward(LAYER, own, AttentionMode.GIVEN) == 0.0
-
-
-def test_shards_of_ulysses_have_its_heads_only() -> None:
-    """Ulysses over a node, shards over nodes: a rank gathers the chunk's queries of its heads."""
-    chunk, ulysses, shards = 4096, 4, 8
-    collectives = Collectives(ask(Layout(ulysses=ulysses, shards=shards, fsdp=False), devices=4))
-    inside = chunk // 32 * (2 * DQ + 2 * DKV) * BF16 * 3 / 4 / PEER
-    away = chunk * DQ // ulysses * (BF16 + FP32) * (shards - 1) / shards / NETWORK
-    seconds = collectives.forward(LAYER, chunk // 32, AttentionMode.COMPUTE)
-    assert seconds == pytest.approx(inside + away, rel=EXACT)
 
 
 def test_tensor_gathers_and_scatters_the_chunk_twice_each() -> None:
@@ -138,25 +117,6 @@ def test_weights_are_brought_into_a_node_once() -> None:
     assert Collectives(ask(Layout(ulysses=4, fsdp=False))).gather(1000) == 0.0
 
 
-def test_tensor_parallel_devices_gather_and_reduce_their_part_only() -> None:
-    one = Collectives(ask(Layout(tensor=2, data=2), devices=4))
-    assert one.gather(1000) == near(1000 * BF16 / 2 / 2)
-    plain = Collectives(ask(Layout(tensor=2, data=2, fsdp=False), devices=4))
-    assert plain.replicas(1000, FP32) == near(2 * 1000 * FP32 / 2 / 2)
-
-
-def test_a_ring_over_nodes_goes_at_the_pace_of_the_network() -> None:
-    for devices, rate in ((4, PEER), (2, NETWORK)):
-        collectives = Collectives(ask(Layout(ring=4, fsdp=False), devices=devices))
-        seconds = collectives.ring(LAYER, 1024, backward=False)
-        assert seconds == pytest.approx(1024 * 2 * DKV * BF16 * 3 / 4 / rate, rel=EXACT)
-
-
-def test_ranks_that_share_weights() -> None:
-    assert fsdp_ranks(ask(Layout(ulysses=2, shards=3, data=5, tensor=2, pipeline=2))) == 30
-    assert fsdp_ranks(ask(Layout(ulysses=4, fsdp=False))) == 1
-
-
 def test_stages_send_x_over_the_network_unless_two_lie_in_a_node() -> None:
     size = 64 * MODEL.hidden * BF16
     assert Collectives(ask(Layout(ulysses=4, pipeline=2))).boundary(64) == near(size)
@@ -166,11 +126,6 @@ def test_stages_send_x_over_the_network_unless_two_lie_in_a_node() -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-
-
-def test_one_device_exchanges_nothing() -> None:
-    assert exchange_bytes(ask(Layout()), 64) == 0
-    assert exchange_bytes(ask(Layout(data=4, fsdp=False)), 64) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from farspan.planner.request import Plan, Question
 from farspan.planner.search import TransientCache
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout, Rank, refuse_together
-from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import RunSpec, Tier, UnsupportedError
 from tests.grids import part_of
 from tests.planner.test_bound import CLOSE
 from tests.planner.test_ranks import LAYOUTS as PRICED
 from tests.planner.test_ranks import SCHEDULES, runs
 from tests.planner.test_ranks import asked as odd_question
-from tests.profiles import profile_of, spec_of
+from tests.profiles import profile_of
 
 TOKENS = 64 * 1024
 LAYOUTS = [
@@ -48,7 +48,7 @@ def of_stages(layout: Layout) -> tuple[int, ...]:
     return {2: (3, 4), 3: (2, 2, 3), 4: (1, 2, 2, 2)}[layout.pipeline]
 
 
-@pytest.mark.parametrize("layout", part_of(LAYOUTS, LAYOUTS[0], LAYOUTS[5]), ids=str)
+@pytest.mark.parametrize("layout", part_of(LAYOUTS, LAYOUTS[5]), ids=str)
 def test_plans_run_on_their_layouts(layout: Layout) -> None:
     """Every alternative is a program for every rank; a pipeline's has a group for each stage."""
     asked = question(layout)
@@ -87,22 +87,6 @@ def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
         assert host >= sized.host.left, schedule
 
 
-def test_a_pipeline_is_bounded_by_its_fullest_and_slowest_stage() -> None:
-    """A 7B model at 1M on four stages: main memory to a millionth, which is cells' padding, and the
-    device to a thousandth."""
-    model = spec_of("Qwen2.5-7B")
-    whole = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
-    schedule = Schedule(
-        chunk=2**14, kv=Tier.HOST, attention_save_fraction=0.5, activation_save_fraction=0.1
-    )
-    for devices in (1, 2):
-        asked = replace(whole, machine=replace(whole.machine, devices=devices))
-        sized, tiers = size(asked, schedule), tiers_of(schedule)
-        (found, _), left = taken(rank_grids(asked, schedule)), quick.left(asked, schedule)
-        assert 1 - 1e-6 <= found.host[0, 0, tiers] / sized.host.total <= 1
-        assert sized.device.left <= left[0] <= sized.device.left + 0.001 * sized.device.total
-
-
 def test_what_a_layout_cannot_run_is_refused_by_name() -> None:
     assert kinds(best_plan(question(Layout(ring=2)), seconds=1.0), "kv") == {Tier.DEVICE}
     with pytest.raises(UnsupportedError, match="kv: a ring sends K, V from the device"):
@@ -116,12 +100,3 @@ def test_what_a_layout_cannot_run_is_refused_by_name() -> None:
 
 def kinds(plan: Plan, name: str) -> set[object]:
     return {getattr(p.schedule, name) for p in (plan, *plan.alternatives)}
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="8 stages for 7 layers"):
-        best_plan(question(Layout(pipeline=8)))
-    with pytest.raises(UnsupportedError, match="one group each"):
-        build_program(
-            question(Layout()).model, RunSpec(1, 9), Schedule(groups=(3, 4)), Rank(LAYOUTS[0])
-        )

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.ask import Request
 from farspan.planner.evaluate import evaluate
-from farspan.planner.machines import machine, with_main_memory
+from farspan.planner.machines import with_main_memory
 from farspan.planner.plans import best_plan, fits, longest_contexts, named_schedule, plan_as_written
 from farspan.planner.request import SHARE, Fit, Margin, Plan, Question, margin_of, with_room
 from farspan.spec import UnsupportedError
@@ -57,13 +56,6 @@ def test_of_one_memory_it_is_taken_once() -> None:
     made = slow_machine(unified=True)
     assert margin_of(None, made) == Margin()
     assert margin_of("5%", made) == Margin(0, int(0.05 * made.host_bytes))
-
-
-def test_who_asks_gets_the_default() -> None:
-    asked = Request("Qwen2.5-0.5B", "4K", "h100")
-    made = machine("h100")
-    assert asked.question().margin.device == int(SHARE * made.device_bytes) - made.reserve > 3 * GIB
-    assert replace(asked, margin="1GiB").question().margin == Margin(GIB, GIB)
 
 
 def of_bytes(plan: Plan, more: int, margin: int, asked: Question) -> Question:
@@ -134,17 +126,6 @@ def test_what_helps_leaves_it(thrifty: Plan, more: int, helps: bool) -> None:
     asked = of_bytes(thrifty, more, GIB, question(32 * 1024))
     assert fits(asked) is helps
     assert fits(replace(asked, margin=Margin()))
-
-
-def test_longest_contexts_leave_it() -> None:
-    asked = question(1024)
-    names = ["recompute"]
-    free = longest_contexts(asked, names, SECONDS)["recompute"]
-    plan = longest_contexts(replace(asked, margin=Margin(4 * GIB)), names, SECONDS)["recompute"]
-    assert plan.fit is Fit.ROOMY
-    assert plan.question.margin == Margin(4 * GIB)
-    assert plan.device.limit == free.device.limit
-    assert plan.question.run.tokens < free.question.run.tokens
 
 
 def test_main_memory_is_left_too() -> None:

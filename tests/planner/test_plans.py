@@ -17,11 +17,15 @@ from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan, longest_contexts, named_schedule
 from farspan.planner.request import PINNED, Optimizer, Plan, Question
 from farspan.planner.search import TOLERANCE
+from farspan.planner.space import Alpha, solve_alpha, with_alpha
 from farspan.program.layout import Layout
-from farspan.program.strategies import STRATEGIES
-from farspan.spec import RunSpec, UnsupportedError
-from tests.grids import part_of
+from farspan.program.strategies import STRATEGIES, strategy
+from farspan.spec import RunSpec, Schedule, UnsupportedError
+from tests.grids import crossed, part_of
+from tests.planner.machines import slow_machine
+from tests.planner.test_bound import with_work
 from tests.profiles import profile_of
+from tests.program.cases import model_of
 
 GIB = 2**30
 
@@ -76,12 +80,6 @@ def test_a_short_step_is_no_slower_than_those_beside_it(model: str) -> None:
     assert best.seconds.total <= (1 + TOLERANCE) * min(alike)
 
 
-def test_more_memory_is_never_slower() -> None:
-    small = best_plan(question(128 * 1024, host=16 * GIB), ["grouped"])
-    large = best_plan(question(128 * 1024, host=256 * GIB), ["grouped"])
-    assert large.seconds.total <= small.seconds.total * (1 + TOLERANCE)
-
-
 def test_main_memory_is_not_taken_for_nothing() -> None:
     """Adapters leave the device's memory to what is kept, and as fast as the fastest plan is one
     that takes little of the host."""
@@ -95,16 +93,7 @@ def test_main_memory_is_not_taken_for_nothing() -> None:
     assert "the fastest plan takes 46.7 GiB more main memory to save at most 0.1% of" in best.reason
 
 
-def test_what_does_not_fit_says_what_breaks_and_what_would_help() -> None:
-    asked = question(32 * 1024, machine=replace(machine("rtx4090"), device_bytes=5 * GIB))
-    plan = best_plan(asked, ["oomb"])
-    assert not plan.fits
-    assert "device memory runs out first" in plan.reason
-    assert plan.remedy == "--optimizer host"
-    assert best_plan(replace(asked, optimizer=Optimizer.HOST), ["oomb"]).fits
-
-
-@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "grouped"])
+@pytest.mark.parametrize("name", ["fpdt", "grouped"])
 def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
     asked = question(1, host=2 * GIB)
     plan = longest_contexts(asked, [name])[name]
@@ -137,11 +126,16 @@ def test_where_a_step_may_take_so_long_the_longest_context_takes_it() -> None:
     assert longest_contexts(asked, names, 0.5, 1e-6) == {}
 
 
-@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "swap", "grouped"])
-@pytest.mark.parametrize(("devices", "accumulates"), [(1, False), (1, True), (2, False)])
-def test_the_quick_look_sees_what_the_program_takes(
-    name: str, devices: int, accumulates: bool
-) -> None:
+SHARED = (1, False), (1, True), (2, False)  # devices, and whether gradients exist
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    crossed(["memo", "fpdt", "oomb", "offload", "swap", "grouped"], SHARED),
+    ids=str,
+)
+def test_the_quick_look_sees_what_the_program_takes(name: str, shared: tuple[int, bool]) -> None:
+    devices, accumulates = shared
     asked = question(256 * 1024, layout=Layout(ulysses=devices), accumulates=accumulates)
     schedule = named_schedule(asked, name)
     plan = evaluate(asked, name, schedule)
@@ -150,11 +144,9 @@ def test_the_quick_look_sees_what_the_program_takes(
     assert abs(host - plan.host.left) <= 0.01 * plan.host.total
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize(("devices", "accumulates"), [(1, False), (2, True)])
-def test_an_estimate_has_the_time_of_its_program(
-    name: str, devices: int, accumulates: bool
-) -> None:
+@pytest.mark.parametrize(("name", "shared"), crossed(STRATEGIES, [(1, False), (2, True)]), ids=str)
+def test_an_estimate_has_the_time_of_its_program(name: str, shared: tuple[int, bool]) -> None:
+    devices, accumulates = shared
     asked = question(200 * 1000, layout=Layout(ulysses=devices), accumulates=accumulates)
     schedule = named_schedule(asked, name)
     plan, counted = evaluate(asked, name, schedule), plan_of(asked, name, schedule)
@@ -169,19 +161,9 @@ def test_an_estimate_has_the_time_of_its_program(
             assert abs(bound.parts.get(part, 0) - budget.parts[part]) <= 0.01 * budget.total
 
 
-def test_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="ulysses: 2 K, V heads"):
-        best_plan(question(1024, layout=Layout(ulysses=4)))
-
-
 def test_a_context_beyond_counting_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="context: 1,000,000,000,000 tokens are more"):
         best_plan(question(10**12))
-
-
-def test_an_unknown_strategy_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="strategy: 'fast' is not known"):
-        best_plan(question(1024), ["fast"])
 
 
 # Of functions, Python's and C's: what an answer takes, whatever else the machine does. It takes
@@ -198,7 +180,7 @@ def test_an_answer_takes_few_calls() -> None:
     assert sum(entry.callcount for entry in profile.getstats()) < CALLS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_placements_take_few_calls_more() -> None:
     """Three of them: 6.1 million calls, and took 8.8; pinned it takes 2.9."""
     asked, profile = Request("Qwen2.5-0.5B", "256K", "rtx4090").question(), cProfile.Profile()
@@ -211,9 +193,79 @@ def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow or busy machine plans what a fast one does, whose search ends before its optimum."""
     asked = Request("Qwen2.5-0.5B", "256K", "rtx4090").question()
     clock = count(0.0, 1e6)
-    plain = best_plan(asked, ["grouped"], seconds=1.2)
+    plain = best_plan(asked, ["grouped"], seconds=0.4)
     for name in ("process_time", "monotonic", "perf_counter", "time"):
         monkeypatch.setattr(time, name, lambda: next(clock))
-    again = best_plan(asked, ["grouped"], seconds=1.2)
+    again = best_plan(asked, ["grouped"], seconds=0.4)
     assert (again.schedule, again.gap) == (plain.schedule, plain.gap)
     assert plain.gap > 0.0
+
+
+TOKENS, LAYERS = 1024, 8
+
+
+def memo_question(overlap: bool = True, **machine: object) -> Question:
+    fields: dict[str, object] = {"device_bytes": 2**40, "host_bytes": 2**40, "reserve": 0}
+    return Question(
+        with_work(model_of(LAYERS)),
+        RunSpec(1, TOKENS),
+        slow_machine(**fields | machine),
+        optimizer=Optimizer.NONE,
+        dtype="float32",
+        overlap=overlap,
+    )
+
+
+def memo() -> Schedule:
+    return strategy("memo", LAYERS, TOKENS)
+
+
+def tried(asked: Question) -> list[Plan]:
+    """Every alpha on the grid of chunks."""
+    chunks = -(-TOKENS // memo().chunk)
+    schedules = [replace(memo(), activation_save_fraction=k / chunks) for k in range(chunks + 1)]
+    return [evaluate(asked, "memo", schedule) for schedule in schedules]
+
+
+@pytest.mark.parametrize("rate", [1e5, 3e5, 1e6, 3e6, 1e7])
+def test_alpha_is_nearly_as_fast_as_the_best(rate: float) -> None:
+    asked = memo_question(fetch_together=rate, evict_together=rate, host_memory=1e12)
+    best = min(plan.seconds.total for plan in tried(asked))
+    found = evaluate(asked, "memo", with_alpha(asked, memo()))
+    # A layer's swap may also hide behind the layers after it, which the program does not count on;
+    # and the last layer needs none.
+    assert found.seconds.total <= best * 1.05
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e7])
+def test_in_line_alpha_is_all_or_nothing(rate: float) -> None:
+    asked = memo_question(overlap=False, fetch=rate, evict=rate, host_memory=1e12)
+    found = evaluate(asked, "memo", with_alpha(asked, memo()))
+    best = min(plan.seconds.total for plan in tried(asked))
+    # Which chunks' K, V projections fall away differs by a chunk: less than 1e-3 of a step.
+    assert found.seconds.total <= best * 1.001
+
+
+def binding_of(alpha: Alpha) -> str:
+    """The constraint that holds alpha down; empty when nothing does."""
+    name = min(alpha.limits, key=lambda key: alpha.limits[key])
+    return name if alpha.limits[name] < 1.0 else ""
+
+
+def test_host_memory_is_shared_by_the_ranks_of_a_node() -> None:
+    sizes = [plan.host.total for plan in tried(memo_question())]
+    middle = (min(sizes) + max(sizes)) // 2
+    one = memo_question(host_bytes=middle, fetch_together=1e9, evict_together=1e9)
+    alpha = solve_alpha(one, memo())
+    assert binding_of(alpha) == "host memory"
+    chunks = -(-TOKENS // memo().chunk)
+    fitting = [k / chunks for k, plan in enumerate(tried(one)) if plan.host.left >= 0]
+    assert max(fitting) <= alpha.value + 1 / chunks
+    assert evaluate(one, "memo", with_alpha(one, memo())).host.left >= 0
+    node = replace(one.machine, devices=4)
+    shared = replace(one, machine=node, layout=Layout(shards=4))
+    # Four ranks hold a quarter of the tokens each, and have a quarter of the memory. (Ranks that
+    # exchange heads keep attention's output by tokens, too.)
+    assert solve_alpha(shared, memo()).limits["host memory"] == pytest.approx(
+        alpha.limits["host memory"], abs=1 / chunks
+    )

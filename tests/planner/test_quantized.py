@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from farspan.ask import Request, as_run
-from farspan.engine.profile import profiles_of_model
 from farspan.engine.step import Step
 from farspan.hf.load import add_adapters, load_model
 from farspan.hf.quantized import held_bytes, parts_of
@@ -96,21 +95,6 @@ def test_a_run_plans_with_the_bytes_that_are_there(tmp_path: Path) -> None:
     assert found.profile.variant.nf4
     question = replace(asked(model, "bfloat16"), model=found.model, profile=found.profile)
     assert planned(question) == resident(model)
-
-
-@pytest.mark.exhaustive
-def test_adapters_on_some_modules_leave_the_others_packed(tmp_path: Path) -> None:
-    make_model("llama").save_pretrained(tmp_path)
-    model = load_model(path=str(tmp_path), dtype=torch.float32, nf4=True)
-    add_adapters(model, rank=RANK, alpha=8.0, targets=("q_proj",))
-    found = inspect_model(model, "float32", torch.device("cpu"))
-    assert found.profile is not None
-    question = replace(asked(model, "float32"), model=found.model, profile=found.profile)
-    assert planned(question) == resident(model)
-    (plain,) = {layer.work.packed for layer in found.model.layers}
-    profiles = profiles_of_model(model, "")
-    (alike,) = {layer.work.packed for layer in profiles.of(found.profile.variant).spec.layers}
-    assert plain == alike > 0
 
 
 def test_one_module_at_a_time_is_unpacked(tmp_path: Path) -> None:

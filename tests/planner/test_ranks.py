@@ -11,10 +11,8 @@ from farspan.planner.evaluate import (
     arena_parts,
     evaluate,
     kinds_of,
-    most_layers,
     on_machines,
     own_schedule,
-    part_of,
     programs,
     refuse_layout,
     size,
@@ -180,20 +178,6 @@ def test_a_plan_takes_the_fullest_device_and_the_slowest_rank(layout: Layout) ->
         assert planned in arenas
 
 
-def test_a_pipeline_takes_what_its_middle_takes() -> None:
-    """A 7B model of four stages at 1M: stages between the ends keep O of all their layers, and what
-    they receive; the last has O of its top layer for one chunk at a time."""
-    model = spec_of("Qwen2.5-7B")
-    schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_save_fraction=1.0)
-    question = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
-    alone = replace(question, machine=replace(question.machine, devices=1))
-    parts = size(alone, schedule).host.parts
-    ranks = programs_of(question, schedule)
-    most = max(program.arena_bytes[Tier.HOST] for program in ranks)
-    assert most == ranks[1].arena_bytes[Tier.HOST] == ranks[2].arena_bytes[Tier.HOST]
-    assert sum(parts.values()) - parts.get("pages", 0) - parts.get("optimizer", 0) == most
-
-
 # -- kinds of rank -------------------------------------------------------------------------------
 
 LLAMA = spec_of("Llama-3-8B")
@@ -248,19 +232,6 @@ def test_stages_that_run_alike_are_one_kind(
     assert {sum(of) for of in counts} == {min(4, 2 * stages)}
 
 
-@pytest.mark.parametrize("stages", [2, 5, 8, 32])
-def test_a_stage_has_its_layers_and_what_lies_outside(stages: int) -> None:
-    layout = Layout(pipeline=stages)
-    for kind in kinds_of(ask(layout), Schedule(groups=1)):
-        part = part_of(ask(layout), kind).model
-        layer = LLAMA.layers[0].work.parameters
-        count = kind.layers[1] - kind.layers[0]
-        assert len(part.layers) == count
-        assert part.parameters == LLAMA.outer() + count * layer
-        assert (part.outer(), part.outer_trainable()) == (LLAMA.outer(), LLAMA.outer_trainable())
-    assert most_layers(ask(layout)) == -(-32 // stages)
-
-
 def test_keys_are_asked_for_in_blocks_of_a_rank() -> None:
     """Ranks that share heads hold all keys, those that share keys all heads."""
     schedule = Schedule(chunk=1000, kv_block=99)
@@ -272,12 +243,6 @@ def test_keys_are_asked_for_in_blocks_of_a_rank() -> None:
     ):
         own = own_schedule(schedule, layout)
         assert (own.chunk, own.kv_block) == (chunk, block)
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    for refused in (most_layers, refuse_layout):
-        with pytest.raises(UnsupportedError, match="33 stages for 32 layers"):
-            refused(ask(Layout(pipeline=33)))
 
 
 @pytest.mark.parametrize(

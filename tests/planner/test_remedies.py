@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -85,17 +84,6 @@ def test_a_change_that_does_not_help_is_not_told() -> None:
     assert options(asked(), lambda q: q.layout.devices() == 8) == ["--gpus 8"]
     assert options(asked(), lambda q: q.run.tokens <= 2**12) == ["--context 4K"]
     assert remedies_of(asked(), lambda _: False) == ()
-
-
-def test_words() -> None:
-    found = {r.options: (r.same, r.means) for r in remedies_of(asked(), lambda _: True)}
-    assert found["--optimizer host"] == (True, "")
-    assert found["--lora 16"] == (False, "adapters are trained, the weights stay")
-    assert found["--gpus 2"] == (True, "of the 8 in a machine")
-
-
-def test_there_is_a_budget() -> None:
-    assert remedies_of(asked(), lambda _: True, tries=0) == ()
 
 
 def test_a_smaller_batch_finds_the_gradients_of_the_others() -> None:
@@ -197,24 +185,6 @@ def test_another_card_is_larger_and_one_of_its_size() -> None:
     assert machines_of(given)["h200"].margin == Margin(GIB)
 
 
-def is_of(card: str, question: Question) -> bool:
-    return question.machine.name == card
-
-
-def test_main_memory_that_another_card_brings_is_said() -> None:
-    question = asked(machine=machine("rtx4090"), optimizer=Optimizer.HOST)
-    found = {
-        remedy.options: remedy.means
-        for of in ("rtx5090", "h100-pcie")
-        for remedy in remedies_of(question, partial(is_of, of))
-    }
-    assert found["--machine rtx5090"] == "another card"
-    assert found["--machine h100-pcie"] == "another card, with 1.0 TiB of main memory"
-    given = asked(machine=with_main_memory(machine("rtx4090"), 32 * GIB))
-    [remedy] = remedies_of(given, lambda q: q.machine.name == "h200")
-    assert remedy.means == "another card"
-
-
 def test_what_was_given_of_a_machine_is_kept() -> None:
     """An option that stays on the command line is of the other machine, too."""
     here = with_main_memory(machine("rtx4090"), 32 * GIB)
@@ -246,12 +216,7 @@ def test_several_machines_are_the_last_resort_and_said() -> None:
     ("helps", "expected"),
     [
         (lambda q: has_adapters(q) and q.machine.name == "b200", "--lora 16 --machine b200"),
-        (lambda q: has_adapters(q) and q.layout.devices() == 4, "--lora 16 --gpus 4"),
         (lambda q: q.optimizer == "host" and q.layout.devices() == 4, "--optimizer host --gpus 4"),
-        (
-            lambda q: q.optimizer == "host" and q.machine.name == "h200",
-            "--optimizer host --machine h200",
-        ),
         (
             lambda q: q.layout.devices() == 4 and q.machine.name == "h200",
             "--machine h200 --gpus 4",
@@ -261,7 +226,7 @@ def test_several_machines_are_the_last_resort_and_said() -> None:
             "--optimizer host --machine h200 --gpus 2",
         ),
     ],
-    ids=["card", "devices", "both", "states", "machine", "all"],
+    ids=["card", "states", "machine", "all"],
 )
 def test_two_changes_where_none_alone_helps(helps: Helps, expected: str) -> None:
     [remedy] = remedies_of(asked(), helps)
@@ -279,7 +244,6 @@ def test_a_whole_model_on_a_small_card_is_told_of_adapters_and_of_a_larger_one()
     disk, *others = (remedy.options for remedy in plan.remedies)
     assert others == ["--lora 16", "--host-memory 256GiB", "--machine b200"]
     assert plan.remedy == plan.to_json()["remedy"] == disk == "--optimizer disk"
-    assert best_plan(replace(request, lora=16).question(), ["fpdt"]).fits
 
 
 def test_weights_go_to_main_memory_with_the_states() -> None:
@@ -292,11 +256,6 @@ def test_weights_go_to_main_memory_with_the_states() -> None:
     assert options(asked(layout=Layout(shards=2)), there) == ["--optimizer host --weights host"]
     both = options(asked(), lambda q: there(q) and has_adapters(q))
     assert both == ["--lora 16 --optimizer host --weights host"]
-
-
-def test_quantised_weights_are_of_one_device() -> None:
-    for changed in tried(asked(nf4=True)):
-        assert changed.layout.devices() == 1
 
 
 def test_quantised_weights_come_from_main_memory_where_neither_is_enough() -> None:
@@ -401,13 +360,17 @@ def test_a_drive_is_proposed_where_main_memory_is_short() -> None:
     assert told(is_disk, Optimizer.ADAMW8BIT) == []
 
 
+# Left open, states and weights go to main memory, and these models fit.
+PLACED: dict[str, Any] = {"optimizer": "adamw", "weights": "device"}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        ("Qwen3-8B", {"machine": "h100", "host_memory": "256GiB"}),
+        ("Qwen3-8B", {"machine": "h100", "host_memory": "256GiB", **PLACED}),
         ("Qwen3-8B", {"machine": "rtx4090", "lora": 16, "context": "1M"}),
-        ("Llama-3.1-70B", {"machine": "h100", "gpus": 8}),
+        ("Llama-3.1-70B", {"machine": "h100", "gpus": 8, **PLACED}),
         ("Qwen2.5-32B", {"machine": "rtx4090", "lora": 16, "quantize": "nf4", "context": "4M"}),
     ],
 )

@@ -1,13 +1,14 @@
 """Weights, gradients and optimizer states, by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from farspan.planner.request import Optimizer, Question
+from farspan.planner.request import Optimizer, Question, Seconds
 from farspan.planner.states import drive_bytes, states, update_seconds
-from farspan.program.layout import Layout
-from farspan.spec import LayerWork, ModelSpec, RunSpec, Tier
+from farspan.program.layout import Layout, sequence_layout
+from farspan.spec import LayerWork, ModelSpec, RunSpec, Tier, UnsupportedError
 from tests.planner.machines import slow_machine
 from tests.program.cases import model_of
 
@@ -127,3 +128,46 @@ def test_copies_and_the_update_on_the_host_run_side_by_side() -> None:
     # Without a master the weight goes there, too.
     wide = update_seconds(question(Optimizer.HOST, width=4))
     assert wide >= ALL * 8 / machine.evict
+
+
+@pytest.mark.parametrize("name", ["ulysses", "shards", "ring", "tensor", "pipeline", "data"])
+@pytest.mark.parametrize("bad", [0, True])
+def test_a_layout_is_of_whole_devices(name: str, bad: Any) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        Layout(**{name: bad})
+    assert str(refused.value) == f"{name}: expected a whole number of devices >= 1, got {bad!r}"
+
+
+@pytest.mark.parametrize("bad", [1])
+def test_weights_are_cut_or_not(bad: Any) -> None:
+    with pytest.raises(UnsupportedError, match="fsdp: expected true or false, got "):
+        Layout(fsdp=bad)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "devices", "layout"),
+    [
+        (8, 4, Layout(ulysses=4)),
+        (2, 8, Layout(ulysses=2, shards=4)),
+        (6, 4, Layout(ulysses=2, shards=2)),
+        (3, 8, Layout(shards=8)),
+    ],
+)
+def test_heads_are_shared_as_far_as_they_go(kv_heads: int, devices: int, layout: Layout) -> None:
+    model = model_of(2)
+    layers = (replace(model.layers[0], kv_heads=24), replace(model.layers[1], kv_heads=kv_heads))
+    found = sequence_layout(replace(model, layers=layers), devices)
+    assert found == layout
+    assert found.devices() == devices
+
+
+@pytest.mark.parametrize(
+    ("beside", "exposed"),
+    [(-1e-12, 0.0), (2e-8, 0.0), (1e-6, 1e-6)],
+)
+def test_what_rounding_leaves_is_no_waiting(beside: float, exposed: float) -> None:
+    """A step of 231 s, of whose times the sum is off by parts in 10 billion at most."""
+    seconds = Seconds(231.0 + beside, 228.0, 198.0, 43.0, 0.0, 0.5, 2.5, "compute")
+    assert seconds.exposed(overlap=False) == pytest.approx(exposed, rel=1e-6)
+    # Where lanes overlap, what is issued is issued meanwhile.
+    assert seconds.exposed(overlap=True) == pytest.approx(2.5 + beside, rel=1e-6)

@@ -7,14 +7,12 @@ import pytest
 from farspan.planner import feasibility as quick
 from farspan.planner.evaluate import evaluate
 from farspan.planner.feasibility import plan_of
-from farspan.planner.machines import from_json, machine, names, to_json, with_kernels
-from farspan.planner.machines import read as read_machine
-from farspan.planner.plans import best_plan, named_schedule
+from farspan.planner.machines import machine, with_kernels
+from farspan.planner.plans import named_schedule
 from farspan.planner.request import Plan, Question
 from farspan.planner.walk import workspace_bytes
 from farspan.program.layout import Layout
-from farspan.program.strategies import STRATEGIES
-from farspan.spec import AttentionKernel, Kernels, LayerSpec, MachineSpec, UnsupportedError
+from farspan.spec import AttentionKernel, Kernels, LayerSpec, MachineSpec
 from tests.planner.test_plans import question
 
 TOKENS = 64 * 1024
@@ -34,7 +32,7 @@ def pair(name: str, layout: Layout) -> tuple[Plan, Plan, Question]:
     return evaluate(asked, name, schedule), evaluate(known, name, schedule), known
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["grouped", "memo", "fpdt"])
 @pytest.mark.parametrize(
     ("layout", "parts"),
     [
@@ -59,7 +57,7 @@ def test_a_plan_grows_by_what_was_measured(
     assert (after.host, after.seconds) == (before.host, before.seconds)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["grouped", "memo"])
 def test_the_searches_bounds_grow_alike(name: str) -> None:
     before, after, known = pair(name, Layout())
     grown = after.device.total - before.device.total
@@ -67,31 +65,6 @@ def test_the_searches_bounds_grow_alike(name: str) -> None:
     assert left - quick.left(known, after.schedule)[0] == grown
     counted = [plan_of(plan.question, name, plan.schedule).device for plan in (before, after)]
     assert counted[1].total - counted[0].total == grown
-
-
-def test_what_is_chosen_fits_with_it() -> None:
-    asked = question(TOKENS)
-    taken = best_plan(asked, ["grouped"], seconds=1.0).device.total
-    tight = replace(asked.machine, device_bytes=taken)
-    assert best_plan(replace(asked, machine=tight), ["grouped"], seconds=1.0).fits
-    known = replace(asked, machine=measured(tight, RATE))
-    plan = best_plan(known, ["grouped"], seconds=1.0)
-    assert plan.fits
-    assert evaluate(known, "grouped", plan.schedule).device.total <= taken
-
-
-def test_no_preset_says_it_and_files_may() -> None:
-    assert not any(r.attention_workspace for n in names() for r in machine(n).rates.values())
-    file = read_machine("h200")
-    assert "attention_workspace" not in str(to_json(file))
-    known = replace(file, spec=measured(file.spec, RATE))
-    assert from_json(to_json(known), "here").spec == known.spec
-    values = to_json(known)
-    values["rates"]["bfloat16"]["attention_workspace"] = -1.0
-    with pytest.raises(
-        UnsupportedError, match=r"rates\.bfloat16\.attention_workspace: expected zero or"
-    ):
-        from_json(values, "here")
 
 
 HEADS, WIDTH, SUMS = 14, 64, 10  # of Qwen2.5-0.5B; ceil(128 / 14) sums on an RTX 4090

@@ -85,30 +85,6 @@ def test_presets_are_the_published_models(name: str) -> None:
     assert spec_of(name).parameters == PUBLISHED[name]
 
 
-def test_presets_of_papers() -> None:
-    """MEMO's Table 2: layers, hidden, heads; FFN of four times the width."""
-    table = {"7B": (32, 4096, 32), "13B": (40, 5120, 40), "30B": (48, 7168, 56)}
-    for size, shape in {**table, "65B": (80, 8192, 64)}.items():
-        made = spec_of(f"gpt-{size}")
-        layer = made.layers[0]
-        assert (len(made.layers), made.hidden, layer.query_heads) == shape
-        assert layer.work.products[-2:] == (
-            (made.hidden, 4 * made.hidden),
-            (4 * made.hidden, made.hidden),
-        )
-        assert made.vocab == 50257
-        assert made.name == f"GPT-{size}-MEMO"
-    assert spec_of("GPT-30B-FPDT").hidden != spec_of("GPT-30B").hidden
-
-
-def test_a_window_on_every_other_layer_of_gpt_oss() -> None:
-    layers = spec_of("gpt-oss-20b").layers
-    assert [layer.window for layer in layers] == [128, None] * 12
-    assert layers[0].sinks
-    experts = (2880, 32), *((2880, 5760), (2880, 2880)) * 4
-    assert sorted(layers[0].work.products[4:]) == sorted(experts)
-
-
 def test_every_preset_says_where_it_is_from_and_goes_by_its_own_names() -> None:
     owned = [{name.lower() for name in _names(preset)} for preset in presets()]
     assert len(set.union(*owned)) == sum(map(len, owned))
@@ -177,15 +153,6 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked[-1] == (name, "config.json", "0a1b")
 
 
-def test_an_unreachable_model_is_refused_with_presets_close_by() -> None:
-    with pytest.raises(UnsupportedError) as refused:
-        find_config("Qwen/Qwen2.5-7B-Instruct")
-    message = str(refused.value)
-    assert message.startswith("model: no config.json of 'Qwen/Qwen2.5-7B-Instruct' could be read")
-    assert "(no network)" in message
-    assert "did you mean Qwen2.5-7B" in message
-
-
 def test_a_folder_may_have_a_name_as_of_a_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,11 +188,9 @@ def test_weights_in_place_of_a_configuration(tmp_path: Path) -> None:
     [
         ("qwen2.5-7", "did you mean Qwen2.5-7B"),
         ("llama4-8b", "did you mean Llama-3-8B"),
-        ("Quen3-8B", r"did you mean Qwen3-8B.*\?"),
         ("GPT-30", "did you mean .*GPT-30B-MEMO or GPT-30B-FPDT"),
         ("zzzz", r"presets: Qwen2.5-0.5B, .* and \d+ more \(farspan plan --help\)"),
         ("a/b/c", "presets: "),
-        ("no/config.json", "presets: "),
     ],
 )
 def test_slips_of_the_pen(name: str, close: str) -> None:
@@ -239,16 +204,12 @@ def test_slips_of_the_pen(name: str, close: str) -> None:
     ("name", "preset"),
     [
         ("Qwen3 8B", "Qwen3-8B"),
-        ("qwen3_8b", "Qwen3-8B"),
         ("qwen3:8b", "Qwen3-8B"),
-        ("qwen/qwen3-8b", "Qwen3-8B"),
         ("https://huggingface.co/Qwen/Qwen3-8B", "Qwen3-8B"),
         ("hf.co/Qwen/Qwen3-8B/tree/main", "Qwen3-8B"),
         ("llama3-8b", "Llama-3-8B"),
         ("Llama 3.1 8B Instruct", "Llama-3.1-8B"),
         ("Qwen2.5-7B-Instruct", "Qwen2.5-7B"),
-        ("gemma3 27b", "Gemma-3-27B"),
-        ("gpt_oss_20b", "GPT-OSS-20B"),
     ],
 )
 def test_usual_writings(name: str, preset: str) -> None:
@@ -367,13 +328,3 @@ def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(UnsupportedError, match=f"^model: .*{message}"):
             find_config(str(tmp_path))
-
-
-def test_seventy_billion_parameters_cost_no_import_of_seconds() -> None:
-    script = (
-        "import sys; from farspan.profile.store import find_profiles as find; from "
-        "farspan.profile.model import Variant; print(find('llama-3-70b').of(Variant()).spec.vocab, "
-        "{'torch', 'transformers', 'numpy'} & {*sys.modules})"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.stdout == "128256 set()\n"

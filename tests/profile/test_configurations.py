@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from farspan.spec import ModelSpec, UnsupportedError, dtype_name
+from farspan.spec import ModelSpec
 from tests.planner.configurations import (
     CONFIGURATIONS,
     elements,
@@ -58,19 +58,6 @@ def test_products_are_the_operations_of_a_forward(name: str) -> None:
     assert found == 2 * TOKENS * sum(inner * outer for inner, outer in (*products, head))
 
 
-@EVERY
-def test_projections_come_first(name: str) -> None:
-    spec = described(name)
-    for layer in spec.layers:
-        before = layer.work.products[: layer.work.projections]
-        queries = layer.query_heads * layer.head_dim
-        assert sum(outer for _, outer in before) == queries + layer.kv_elements()
-        assert layer.work.products[layer.work.projections] == (
-            layer.query_heads * layer.value_dim,
-            spec.hidden,
-        )
-
-
 @pytest.mark.parametrize("name", ["gpt_oss", "llama biased", "phi3", "qwen2_moe sparse"])
 def test_adapters_stand_beside_every_linear_module(name: str) -> None:
     plain, spec = described(name), described(name, RANK)
@@ -98,9 +85,3 @@ def test_adapters_are_as_many_as_peft_makes(name: str, trained: int) -> None:
 def test_equal_layers_are_one_object() -> None:
     """A search that asks for a layer's costs asks once."""
     assert len({id(layer) for layer in spec_of("GPT-OSS-20B").layers}) == 2
-
-
-@pytest.mark.parametrize("dtype", ["int8", "", "fp8"])
-def test_unknown_dtypes_are_refused(dtype: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"^dtype: expected one of bfloat16, .*, got"):
-        dtype_name(dtype)

@@ -18,7 +18,7 @@ from farspan.engine.step import Step
 from farspan.profile import store
 from farspan.profile.catalog import find_config, presets
 from farspan.profile.model import Variant, highest
-from farspan.profile.store import RANKS, Profiles, between, to_json
+from farspan.profile.store import RANKS, Profiles, to_json
 from farspan.spec import UnsupportedError
 from tests.grids import crossed
 from tests.planner.test_walk import CLOSE, agree, in_chunks, make
@@ -75,12 +75,6 @@ def test_cells_are_lines_in_their_length(monkeypatch: pytest.MonkeyPatch) -> Non
     assert to_json([measure(SMALL, fused)]) == [expected]
 
 
-def test_all_is_linear_in_the_rank_of_adapters() -> None:
-    variants = [Variant("bfloat16", rank, True, True) for rank in (*RANKS, 40)]
-    low, high, other = to_json([measure(SMALL, variant) for variant in variants])
-    assert between(low, high, (40 - RANKS[0]) / (RANKS[1] - RANKS[0])) == other
-
-
 def test_a_product_that_nobody_reads_is_made_again_in_the_backward() -> None:
     """Its backward makes act(gate) * up anew, which takes more than its forward spares."""
     profile = measure(find_config("Qwen2.5-7B"), Variant("bfloat16", 0, True, True))
@@ -95,9 +89,13 @@ def test_a_product_that_nobody_reads_is_made_again_in_the_backward() -> None:
 SHIPPED = [preset.name for preset in presets()]
 
 
+# GPT-2 itself drops; with dropout no step is measured, and training it sets these to 0, too.
+NO_DROPOUT = {"GPT-2": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
+
+
 def anew(name: str, *variants: Variant) -> None:
-    made = store.shipped(name)
-    values = to_json([measure(find_config(name), variant) for variant in variants])
+    made, config = store.shipped(name), {**find_config(name), **NO_DROPOUT.get(name, {})}
+    values = to_json([measure(config, variant) for variant in variants])
     for variant, value in zip(variants, values, strict=True):
         assert made[variant.key()] == json.loads(json.dumps(value)), (name, variant.key())
 

@@ -156,8 +156,10 @@ def test_a_run_under_way_has_a_page(run: RunConfig, tmp_path: Path) -> None:
     assert found["commands"][0]["ended"] == "not yet"
 
 
-@pytest.mark.parametrize("name", ["about", "plan", "comparison", "step", "history"])
-@pytest.mark.parametrize("text", ['{"a": ', "[1]", "[" * 9999])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    crossed(["about", "plan", "comparison", "step", "history"], ['{"a": ', "[1]", "[" * 9999]),
+)
 def test_a_damaged_file_is_named(run: RunConfig, tmp_path: Path, name: str, text: str) -> None:
     folder = copied(run, tmp_path)
     (folder / f"{name}.json").write_text(text)
@@ -186,13 +188,6 @@ def test_what_is_of_another_kind_is_named(
     suffix = "yaml is damaged.*restore it$" if name == "config" else "json is damaged.*move it away"
     with pytest.raises(UnsupportedError, match=rf"{name}\.{suffix}"):
         run_json(wrong, "run")
-
-
-def test_a_line_of_another_kind_is_named(run: RunConfig) -> None:
-    of = read_run(Path(run.folder))
-    lines = (*of.metrics[:-1], of.metrics[-1] | {"lr": 1.0, "peak_process_bytes": None})
-    with pytest.raises(UnsupportedError, match=r"metrics\.jsonl is damaged.*restore it$"):
-        run_json(replace(of, metrics=lines), "run")
 
 
 def test_what_is_no_run_is_refused(run: RunConfig, tmp_path: Path) -> None:
@@ -240,12 +235,6 @@ def test_the_command_writes_a_page(run: RunConfig, other: RunConfig, tmp_path: P
     assert len(data_of((tmp_path / "both.html").read_text())["runs"]) == 2
 
 
-def test_the_command_prints_its_data(run: RunConfig, capsys: Any) -> None:
-    told(run.folder, "--json")
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads(json.dumps(runs_json([read_run(Path(run.folder))])))
-
-
 def test_a_page_that_cannot_be_written_fails_no_run(
     run: RunConfig, tmp_path: Path, capsys: Any
 ) -> None:
@@ -278,16 +267,6 @@ def test_the_page_is_whole_at_any_width(
         assert opened.violations() == []
 
 
-def test_keys_have_the_latest_values_and_facts_have_room(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
-    with browser.opened(pages["one"], WIDTHS[0]) as opened:
-        latest = opened.page.locator(".numbers dd").first.inner_text()
-        assert opened.page.locator(".key").first.inner_text().split()[-1] == latest
-        room = "of => of.map(dd => dd.clientWidth / dd.parentElement.clientWidth)"
-        assert min(opened.page.locator(".facts dd").evaluate_all(room)) >= 0.5
-
-
 def test_the_scrubber_moves_charts_and_grid(browser: Browser, pages: dict[str, Path]) -> None:
     with browser.opened(pages["one"]) as opened:
         page = opened.page
@@ -304,30 +283,3 @@ def test_the_scrubber_moves_charts_and_grid(browser: Browser, pages: dict[str, P
         last = slider.get_attribute("max")
         assert slider.input_value() == charts.nth(1).get_attribute("aria-valuenow") == last
         opened.check()
-
-
-def test_runs_are_told_apart_without_colour(browser: Browser, pages: dict[str, Path]) -> None:
-    """Each line has its name and its own dashes in the list below the chart."""
-    with browser.opened(pages["two"]) as opened:
-        figure = opened.page.locator("figure", has_text="Loss of each step")
-        dashes = [of.get_attribute("stroke-dasharray") for of in figure.locator("li line").all()]
-        names = [of.inner_text() for of in figure.locator("li").all()]
-        assert len(dashes) == len(set(dashes)) == len(names) == 2
-        assert "script>/run" in names[1]
-        assert opened.page.locator("h1").inner_text().endswith("script>/run - farspan runs")
-
-
-def test_two_points_are_a_table_and_no_trend(
-    browser: Browser, run: RunConfig, tmp_path: Path
-) -> None:
-    record = read_run(Path(run.folder))
-    page = run_page([record])
-    data = data_of(page)["runs"][0]["curves"]["loss"]
-    assert len(data["x"]) > 2
-    short = page.replace(json.dumps(data["x"], separators=(",", ":")), json.dumps(data["x"][:2]))
-    for text, drawn in ((page, True), (short, False)):
-        (tmp_path / "page.html").write_text(text)
-        with browser.opened(tmp_path / "page.html") as opened:
-            figure = opened.page.locator("figure", has_text="Loss of each step")
-            assert (figure.count() == 1) == drawn
-            assert opened.page.get_by_text("Loss of each step").count() > 0

@@ -1,7 +1,6 @@
 """Sparse steps: exact for the function that the choice makes, dense where nothing is hidden."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.program.program import Forward
-from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.pages import Candidates, Fraction, RandomPages, Selector, TopK
 from farspan.sparse.reference import SparseReference
 from farspan.spec import SELECTORS, Schedule, Sparse, Tier, UnsupportedError
@@ -27,11 +25,11 @@ from tests.engine.checks import (
     run_oracle,
     run_step,
 )
-from tests.engine.test_exact import LAYERS, any_schedule
+from tests.engine.test_exact import any_schedule
 from tests.engine.test_values import expected, loss_of
-from tests.grids import crossed, examples, part_of
+from tests.grids import examples, part_of
 from tests.numerics import EXACT, relative_error
-from tests.zoo import FAMILIES, make_model, shared_model
+from tests.zoo import FAMILIES, shared_model
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +89,7 @@ def test_any_schedule_is_exact_for_its_choice(schedule: Schedule, data: Data) ->
     assert_close(run_step(model, schedule, data), run_sparse_oracle(model, schedule, data))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", part_of(SCHEDULES, "host", "given", "graphs"))
 def test_second_steps_and_evaluations(name: str) -> None:
     model, schedule = shared_model("qwen2"), SCHEDULES[name]
     step = Step(model, schedule, poison=True)
@@ -118,22 +116,6 @@ def test_losses_of_log_probabilities(name: str) -> None:
         assert max(errors(gradients(model), wanted_gradients).values()) < EXACT
 
 
-def test_something_is_hidden() -> None:
-    """Or else these tests would pass with dense attention."""
-    model = shared_model("qwen2")
-    dense = run_oracle(model, DATA)
-    for schedule in SCHEDULES.values():
-        found = run_sparse_oracle(model, schedule, DATA)
-        assert relative_error(found.loss, dense.loss) > 1e-6
-
-
-@pytest.mark.parametrize("name", part_of(STRATEGIES, "memo", "fpdt", "grouped"))
-def test_strategies_by_name(name: str) -> None:
-    model = shared_model("qwen2")
-    schedule = replace(strategy(name, LAYERS, 101), chunk=16, sparse=SPARSE)
-    assert_close(run_step(model, schedule, DATA), run_sparse_oracle(model, schedule, DATA))
-
-
 @pytest.mark.parametrize("name", part_of(SCHEDULES, "host", "graphs"))
 def test_a_budget_for_everything_is_dense(name: str) -> None:
     model = shared_model("qwen2")
@@ -156,7 +138,11 @@ class TestSelectors:
 
     @pytest.mark.parametrize(
         ("name", "select"),
-        [*crossed(SCHEDULES, [RandomPages(2, seed=3), Fraction(0.7)]), ("device", Fraction(1.0))],
+        [
+            ("host", RandomPages(2, seed=3)),
+            ("graphs", Fraction(0.7)),
+            ("device", Fraction(1.0)),
+        ],
     )
     def test_own(self, name: str, select: Selector) -> None:
         model = shared_model("qwen2")
@@ -178,7 +164,7 @@ class TestSelectors:
         step = Step(model, schedule, selector=ends, poison=True)
         assert_close(run_step(model, step, DATA), run_sparse_oracle(model, schedule, DATA, select))
 
-    @pytest.mark.parametrize("name", part_of(SCHEDULES, "kept", "given", "graphs"))
+    @pytest.mark.parametrize("name", part_of(SCHEDULES, "given", "graphs"))
     def test_is_asked_once_a_cell(self, name: str) -> None:
         """Rebuild and backward get the same choice: one that changes its mind is not heard."""
         asked: list[range] = []
@@ -209,13 +195,6 @@ class TestSelectors:
         ):
             step(*DATA)
 
-    def test_is_no_function(self) -> None:
-        word: Any = "votes"
-        with pytest.raises(
-            UnsupportedError, match="selector: expected a function from votes to pages"
-        ):
-            Step(shared_model("qwen2"), SCHEDULES["device"], selector=word)
-
     def test_without_sparse_attention(self) -> None:
         with pytest.raises(UnsupportedError, match=r"selector: dense attention selects no pages"):
             Step(shared_model("qwen2"), Schedule(), selector=TopK(2))
@@ -227,12 +206,6 @@ class TestSchedule:
             UnsupportedError, match=r"chunk: .*multiple of page \(4 tokens\).*make it 12"
         ):
             Schedule(chunk=10, sparse=SPARSE)
-
-    def test_sparse_is_something_else(self) -> None:
-        with pytest.raises(
-            UnsupportedError, match=r"sparse: expected a farspan\.Sparse or None, got 8192"
-        ):
-            Schedule(sparse=8192)  # type: ignore[arg-type]
 
 
 class TestSeen:
@@ -252,7 +225,7 @@ class TestSeen:
         assert all(0 < s.mass.minimum <= s.mass.mean < 1 for s in seen)
         assert seen[0] == seen[2]
 
-    @pytest.mark.parametrize("name", part_of(SCHEDULES, "device", "kept"))
+    @pytest.mark.parametrize("name", part_of(SCHEDULES, "kept"))
     def test_changes_no_bit(self, name: str) -> None:
         """Steps that watch different cells."""
         model, schedule = shared_model("qwen2"), SCHEDULES[name]
@@ -266,8 +239,3 @@ class TestSeen:
         step(*DATA)
         assert step.seen is not None
         assert abs(step.seen.mass.minimum - 1) <= EXACT
-
-    def test_is_not_there_without_a_choice(self) -> None:
-        step = Step(make_model("qwen2"), SCHEDULES["device"])
-        step(*draw(9))
-        assert step.seen is None

@@ -13,7 +13,7 @@ from farspan.planner.remedies import part_words
 from farspan.planner.request import Plan
 from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
-from farspan.spec import Kernels, Schedule, Sparse, Tier, UnsupportedError
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.grids import exhaustive
 from tests.planner.test_plans import question
 from tests.sparse.test_index import random_index
@@ -43,11 +43,6 @@ def test_every_plan_is_sparse() -> None:
     assert ranks == sorted(ranks)
 
 
-def test_a_chunk_is_rounded_up_to_pages() -> None:
-    plan = planned(64 * 1024, Sparse(page=100, budget=2000, recent=1000))
-    assert plan.schedule.chunk % 100 == 0
-
-
 @pytest.mark.parametrize(("tokens", "least"), [(128 * 1024, 1.3), exhaustive(512 * 1024, 3.0)])
 def test_long_contexts_are_faster_than_with_dense_attention(tokens: int, least: float) -> None:
     dense = best_plan(question(tokens), NAMES, seconds=1.0)
@@ -67,35 +62,14 @@ def test_a_chunk_that_hides_nothing_is_not_chosen_for_its_time() -> None:
     assert plan.seconds.total <= evaluate(asked, "grouped", half).seconds.total * (1 + TOLERANCE)
 
 
-def test_a_strategy_that_is_named_keeps_its_chunk() -> None:
-    plan = best_plan(question(64 * 1024, sparse=SPARSE), ["recompute"])
-    assert plan.schedule.chunk == 64 * 1024
-
-
 @pytest.mark.exhaustive
 def test_what_is_said_to_help_is_not_refused_and_helps() -> None:
     request = Request("Llama-3.1-8B", "256K", "h100", host_memory="32GiB", sparse=SPARSE)
     plan = best_plan(request.question())
     assert not plan.fits
-    assert plan.remedy == "--lora 16"
+    assert plan.remedy == "--optimizer disk"
+    assert "--lora 16" in [remedy.options for remedy in plan.remedies]
     assert best_plan(replace(request, lora=16).question()).fits
-
-
-def test_what_does_not_fit_says_so() -> None:
-    small = replace(question(1024).machine, device_bytes=2**30)
-    plan = best_plan(question(128 * 1024, machine=small, sparse=SPARSE), NAMES, seconds=1.0)
-    assert not plan.fits
-    assert "runs out first" in plan.reason
-    assert "changes: no change that farspan tried makes this run fit" in str(plan)
-
-
-def test_the_longest_context() -> None:
-    asked = question(1, host=4 * 2**30, sparse=SPARSE)
-    sparse = longest_contexts(asked, ["oomb"], seconds=0.5)["oomb"]
-    dense = longest_contexts(replace(asked, sparse=None), ["oomb"], seconds=0.5)["oomb"]
-    assert sparse.fits
-    assert sparse.schedule.sparse == SPARSE
-    assert 0.9 < sparse.question.run.tokens / dense.question.run.tokens <= 1
 
 
 def test_the_longest_context_of_short_steps() -> None:
@@ -112,10 +86,7 @@ def test_several_devices_are_refused() -> None:
         best_plan(question(1024, sparse=SPARSE, layout=Layout(ulysses=2)))
 
 
-@pytest.mark.parametrize(
-    ("kernels", "most"), [(Kernels(fused=False, accumulate=False), 2.2), (Kernels(), 2.25)]
-)
-def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
+def test_a_7b_model_on_one_h200() -> None:
     """8,192 chosen and 4,096 recent tokens, K, V on host: planned in 30 s at 128K and 60 s at 256K,
     on memory that is flat within 200 MiB from 64K to 256K. What is quadratic, the votes, weighs
     more where fused kernels take less for all that is not: twice the tokens take 2.23 times as
@@ -130,7 +101,7 @@ def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
     )
     seconds, held = [], []
     for tokens in (64 * 1024, 128 * 1024, 256 * 1024):
-        asked = Request("Qwen2.5-7B", tokens, "h200", sparse=LINEAR, kernels=kernels).question()
+        asked = Request("Qwen2.5-7B", tokens, "h200", sparse=LINEAR).question()
         sized = size(asked, schedule)
         plan = evaluate(asked, "grouped", schedule, sized)
         assert plan.fits
@@ -138,7 +109,7 @@ def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
         held.append(plan.device.total)
     assert seconds[1] <= 30
     assert seconds[2] <= 60
-    assert all(longer <= most * shorter for shorter, longer in pairwise(seconds))
+    assert all(longer <= 2.25 * shorter for shorter, longer in pairwise(seconds))
     assert max(held) - min(held) <= 200 * MIB
 
 
@@ -164,10 +135,3 @@ def test_maps_of_an_index_are_counted() -> None:
         assert parts.get("index", 0) == 7_340_032 * sparse.indexed
         assert random_index(asked.model.layers, 32).nbytes(torch.bfloat16) == 7_340_032
     assert part_words("means") == "keys that pages are compared by"
-
-
-def test_it_pays_on_a_card_whose_votes_nobody_measured() -> None:
-    asked = Request("Qwen2.5-0.5B", 2**17, "rtx4090", sparse=Sparse()).question()
-    assert asked.machine.rates["bfloat16"].votes is None
-    dense = best_plan(replace(asked, sparse=None), ["oomb"])
-    assert best_plan(asked, ["oomb"]).seconds.total < 0.7 * dense.seconds.total

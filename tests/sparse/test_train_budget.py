@@ -14,14 +14,14 @@ from farspan.cli.with_torch import kept_words
 from farspan.engine.loss import IGNORED
 from farspan.engine.reference import reference_logits, reference_loss
 from farspan.formatting import read_sparse, write_sparse
-from farspan.sparse.budget import RANDOM, KeptMass, kept_masses, ladder, sparse_losses
+from farspan.sparse.budget import RANDOM, KeptMass, kept_masses, sparse_losses
 from farspan.sparse.index import Index, LayerIndex
 from farspan.sparse.pages import TopK
 from farspan.sparse.reference import SparseReference
 from farspan.spec import INDEX, MEAN, SELECTORS, SUBMEANS, Schedule, Sparse, UnsupportedError
 from tests.grids import part_of
 from tests.numerics import EXACT, relative_error
-from tests.zoo import VOCAB, make_model, shared_model
+from tests.zoo import VOCAB, shared_model
 
 SPARSE = Sparse(page=4, budget=8, recent=4, sinks=4, query_page=2)
 SCHEDULE = Schedule(chunk=16, groups=2, kv_block=24, sparse=SPARSE)
@@ -164,12 +164,6 @@ def test_an_index_is_compared_too() -> None:
         kept_masses(model, ids, schedule, 0, Index({layers[0]: index.layers[layers[0]]}))
 
 
-def test_few_of_many_pages_of_queries_are_looked_at() -> None:
-    schedule = replace(SCHEDULE, chunk=80)
-    found = kept_masses(shared_model("qwen2"), drawn(tokens=160), schedule, seed=0)
-    assert (found.own, found.queries) == (80, 40)  # each second page of two
-
-
 @pytest.mark.parametrize(
     ("schedule", "tokens", "message"),
     [
@@ -194,18 +188,6 @@ def test_where_nothing_is_to_be_chosen(schedule: Schedule, tokens: int, message:
 def test_a_model_of_windows_has_nothing_to_choose() -> None:
     with pytest.raises(UnsupportedError, match="model: each of its layers has a window"):
         kept_masses(shared_model("mistral"), drawn(), SCHEDULE, seed=0)
-
-
-def test_a_text_longer_than_the_model_knows_is_refused() -> None:
-    model = make_model("qwen2", torch.float32, max_position_embeddings=32)
-    with pytest.raises(UnsupportedError, match="context: a document of 60 tokens exceeds"):
-        kept_masses(model, drawn(), SCHEDULE, seed=0)
-
-
-def test_the_ladder_doubles_up_to_all_pages() -> None:
-    assert ladder(1, 8) == (0, 8)
-    assert ladder(4, 8) == (0, 8, 16, 32)
-    assert ladder(5, 8) == (0, 8, 16, 32, 40)
 
 
 def kept(**masses: list[list[float]]) -> KeptMass:
@@ -241,33 +223,6 @@ class TestWords:
         assert said[5] == "to do so in every layer: --sparse page=128,budget=256,recent=256"
         assert said[6].startswith("this holds for 1K tokens; longer sequences have more pages")
 
-    def test_the_selector_that_needs_least_is_advised(self) -> None:
-        found = kept(mean=[[0.5, 0.97, 0.98, 1.0]] * 2, submeans=SLOW)
-        said = kept_words(found, found.judged(), LOSSES)
-        assert said[0].startswith("mean keeps 0.9 of dense attention")
-        assert "to train with this: --sparse page=128,budget=128,recent=256,selector=mean" in said
-
-    def test_an_index_is_advised_with_its_selector(self) -> None:
-        found = kept(submeans=SLOW)
-        found = replace(found, kept={INDEX: [[0.5, 0.97, 0.98, 1.0]] * 2, **found.kept})
-        said = kept_words(found, found.judged(), {INDEX: 2.5, **LOSSES})
-        assert said[0].startswith("index keeps 0.9 of dense attention")
-        assert "to train with this: --sparse page=128,budget=128,recent=256,selector=index" in said
-
-    def test_none_is_enough(self) -> None:
-        found = kept(submeans=SLOW)
-        assert found.advised() is None
-        assert found.judged() == 256
-        said = kept_words(found, found.judged(), LOSSES)
-        assert said[0] == (
-            "no selector keeps 0.9 of dense attention in the whole model (the mean over its layers)"
-            " with fewer than all 4 pages: attention is spread over the whole text"
-        )
-        assert said[-1] == (
-            "try again with smaller pages and more recent tokens (--sparse page=64,recent=512), or "
-            "train with dense attention (--sparse off)"
-        )
-
     def test_no_pages_are_needed(self) -> None:
         found = kept(submeans=[[0.96, 0.97, 0.98, 1.0], [0.88, 0.89, 0.92, 1.0]])
         said = kept_words(found, found.judged(), LOSSES)
@@ -280,13 +235,6 @@ class TestWords:
         said = kept_words(found, found.judged(), LOSSES)
         assert said[1] == "this holds in every layer; layer 5 sees the least attention"
         assert "to train with this: --sparse page=128,budget=0,recent=256" in said
-
-    def test_json_has_it_all(self) -> None:
-        found = kept(submeans=[[0.5, 0.97, 0.98, 1.0], [0.5, 0.85, 0.91, 1.0]], mean=SLOW)
-        data = found.to_json()
-        assert data["enough"] == {SUBMEANS: 128, MEAN: 512, RANDOM: 128}
-        assert data["enough_everywhere"] == {SUBMEANS: 256, MEAN: 512, RANDOM: 256}
-        assert data["advised"]["budget"] == 128
 
 
 def test_what_is_to_be_typed_is_read_back() -> None:

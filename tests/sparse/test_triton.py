@@ -5,15 +5,20 @@ The interpreter knows fp32 and fp16, not bf16. Sizes are small: a step of a tile
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import MappingProxyType
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from farspan.attention.backends import BackwardQueries
+from farspan.engine.step import Step
 from farspan.sparse.attend import FarCall
 from farspan.sparse.kernel_calls import (
     PagedCall,
@@ -27,14 +32,14 @@ from farspan.sparse.kernel_calls import (
 )
 from farspan.sparse.pages import vote
 from farspan.sparse.tiles import PageTile
-from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
+from farspan.spec import MEAN, SUPERPAGE, Schedule, Sparse, Tier, UnsupportedError
 from tests.attention.cases import Case, Inputs, Results, make_inputs
+from tests.engine.checks import Outcome, draw, run_step
 from tests.grids import exhaustive, part_of
 from tests.numerics import relative_error
 from tests.sparse.cases import MIXED, Sequence, SparseCase, expected
 from tests.sparse.triton_cases import (
     SMALL,
-    FarFromElsewhere,
     PagedCase,
     expected_paged,
     interpreter,
@@ -42,6 +47,7 @@ from tests.sparse.triton_cases import (
     run_paged,
     run_paged_twice,
 )
+from tests.zoo import make_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,12 +90,9 @@ def assert_no_less_accurate(
 
 CASES = [
     PLAIN,
-    replace(PLAIN, kv_heads=1, group=1, batch=2, dtype=HALF),
     replace(PLAIN, group=3, page=12, tokens=60, queries=24, kv_heads=1),
-    replace(PLAIN, group=4, kv_heads=1, head_dim=24, queries=16, dtype=HALF),
     replace(PLAIN, tokens=90, queries=41, missing=True, kv_heads=1, head_dim=40),
     replace(PLAIN, page=40, tokens=90, queries=50, chosen=2, kv_heads=1, dtype=HALF),
-    replace(PLAIN, first_keys=True, batch=2, queries=20),
     replace(PLAIN, first_keys=True, queries=20, dtype=HALF),
     replace(FULL, group=3, kv_heads=1, head_dim=80, slots=True),
     replace(FULL, batch=2, group=1, slots=True, queries=20, dtype=HALF),
@@ -114,7 +117,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", part_of(CASES, CASES[4], *CASES[8::2], CASES[13]), ids=str)
+@pytest.mark.parametrize("case", part_of(CASES, CASES[2], *CASES[5::2], CASES[10]), ids=str)
 def test_kernels_are_no_less_accurate_than_the_formula(
     case: PagedCase, interpreted: ProcessPoolExecutor
 ) -> None:
@@ -228,11 +231,9 @@ def ranked_votes(
             query_page=4, group=7, kv_heads=1, each=4, documents=True, dtype=HALF, largest=True
         ),
         VoteCase(head_dim=80, group=1, each=2, documents=True, ranked=True, dtype=HALF),
-        exhaustive(VoteCase(query_page=16, each=2, head_dim=96, dtype=HALF)),
         exhaustive(VoteCase(query_page=16, head_dim=192, dtype=HALF)),
         # An index: one query for a group, a key of few dims for each token of a page.
         exhaustive(VoteCase(group=1, head_dim=8, each=8, documents=True, largest=True)),
-        exhaustive(VoteCase(group=1, head_dim=24, each=8, query_page=32)),
     ],
     ids=str,
 )
@@ -284,25 +285,14 @@ def steps(case: SparseCase, inputs: Inputs, count: int) -> tuple[list[Results], 
     return [sequence.step(inputs) for _ in range(count)], sequence.choice()
 
 
-@pytest.mark.parametrize(
-    ("kernel", "count", "most_units"),
-    [
-        (TritonFar(SMALL), 2, 1),
-        exhaustive(FarFromElsewhere(SMALL), 1, 99),
-        exhaustive(FarFromElsewhere(SMALL), 1, 4),
-    ],
-    ids=["in place", "gathered", "in slabs"],
-)
-def test_sparse_attention_of_a_sequence(
-    kernel: TritonFar, count: int, most_units: int, interpreted: ProcessPoolExecutor
-) -> None:
+def test_sparse_attention_of_a_sequence(interpreted: ProcessPoolExecutor) -> None:
     """Through chunks, with documents, sinks and a second step, as the engine runs it."""
     dense = Case(tokens=93, chunk=32, kv_block=24, batch=2, documents=MIXED, sinks=True)
     sparse = Sparse(page=16, budget=16, recent=16, sinks=0)
     dense = replace(dense, dtype=torch.float32)
-    case = SparseCase(dense, sparse, kernel=kernel, most_units=most_units)
+    case = SparseCase(dense, sparse, kernel=TritonFar(SMALL), most_units=1)
     inputs = make_inputs(case.dense)
-    found, choice = interpreted.submit(steps, case, inputs, count).result()
+    found, choice = interpreted.submit(steps, case, inputs, 2).result()
     assert (choice >= 0).any()
     exact = expected(case, inputs.to(torch.float64), choice)
     plain = expected(case, inputs, choice)
@@ -324,13 +314,9 @@ def refusals() -> list[tuple[dict[str, torch.Tensor], str]]:
     inputs = make_paged(PLAIN)
     return [
         ({"q": inputs.q[:, :, 16:]}, "q: expected .1, a multiple of 2 heads, tokens of 2 pages"),
-        ({"q": inputs.q[:, :3]}, "a multiple of 2 heads"),
         ({"q": inputs.q.double()}, "q: expected bfloat16, float16 or float32"),
-        ({"q": inputs.q[..., :12]}, "a multiple of 8"),
         ({"q": inputs.q.mT.contiguous().mT}, "q: expected inner stride 1"),
         ({"k": inputs.k[:80]}, r"keys: expected \(96, 1, 2, 16\)"),
-        ({"v": inputs.v.half()}, "values: expected .* torch.float32"),
-        ({"v": inputs.v.mT.contiguous().mT}, "values: expected inner stride 1"),
         ({"first_key": torch.zeros(1, 31, dtype=torch.int32)}, "first_key: expected"),
         ({"lse": torch.zeros(1, 4, 32).double()}, "lse: expected .* torch.float32"),
         ({"out": torch.zeros(1, 4, 32, 8)}, "out: expected"),
@@ -375,3 +361,48 @@ def test_kernels_on_a_gpu(head_dim: int, dtype: torch.dtype) -> None:
     for name, tensor in found.items():
         assert torch.equal(again[name], tensor), name
     assert_no_less_accurate(found, exact, plain)
+
+
+SCHEDULE = Schedule(
+    chunk=12, groups=1, kv_block=20, sparse=Sparse(page=4, budget=8, recent=6, sinks=4)
+)
+DATA = draw(36)
+
+
+def model_of(weights: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    model = make_model("qwen2", torch.float32, num_hidden_layers=1)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+def by_triton(weights: dict[str, Tensor], schedule: Schedule) -> tuple[Outcome, int]:
+    """A step, and how often the kernels were asked for."""
+    asked = 0
+
+    def far(*_: object) -> TritonFar:
+        nonlocal asked
+        asked += 1
+        return TritonFar(SMALL)
+
+    with (
+        patch("farspan.sparse.engine.far_kernel", far),
+        # Slabs of three units, or one page of queries: a cell takes several.
+        patch("farspan.program.far_sizes.SLAB_BYTES", 3 * 4 * 2 * 8 * 4),
+    ):
+        model = model_of(weights)
+        return run_step(model, Step(model, schedule, poison=True), DATA), asked
+
+
+@pytest.mark.parametrize("kv", part_of(Tier, Tier.HOST))
+def test_steps_are_those_of_gathered_pages(kv: Tier) -> None:
+    """Within twice what rounding costs there."""
+    model, schedule = model_of(), replace(SCHEDULE, kv=kv)
+    with interpreter() as pool:
+        found, asked = pool.submit(by_triton, model.state_dict(), schedule).result()
+    assert asked
+    plain, exact = (run_step(one, schedule, DATA) for one in (model, deepcopy(model).double()))
+    assert relative_error(found.loss, exact.loss) <= 2 * torch.finfo(torch.float32).eps
+    for name, gradient in exact.gradients.items():
+        limit = 2 * relative_error(plain.gradients[name], gradient)
+        assert relative_error(found.gradients[name], gradient) <= limit, name

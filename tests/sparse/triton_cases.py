@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BackwardQueries
-from farspan.sparse.attend import FarCall, sparse_reference
+from farspan.sparse.attend import sparse_reference
 from farspan.sparse.kernel_calls import (
     PagedCall,
     PageGradients,
     PageTable,
-    TritonFar,
     attend_pages,
     attend_pages_backward,
 )
-from farspan.sparse.pages import Pages, Slab
 from farspan.sparse.tiles import PageTile, PageTiles
 from tests.attention.cases import Results
 from tests.versions import CANNOT_INTERPRET
@@ -232,54 +230,3 @@ def _by_head(places: Tensor) -> Iterator[tuple[tuple[int, int], list[int]]]:
     rows, heads, _ = places.shape
     for b, h in product(range(rows), range(heads)):
         yield (b, h), places[b, h].tolist()
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Pages that are not in tensors of the device: they can only be gathered."""
-
-    pages: Pages
-
-    def representatives(self, pages: range) -> Tensor:
-        return self.pages.representatives(pages)
-
-    def begin(self, choice: Tensor) -> None:
-        self.pages.begin(choice)
-
-    def resident(self) -> None:
-        return None
-
-    def slabs(self) -> Iterator[Slab]:
-        return self.pages.slabs()
-
-    def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        return self.pages.sums(slab)
-
-    def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
-        self.pages.add(slab, dk, dv)
-
-    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self.pages.keys(start, stop)
-
-    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        self.pages.add_gradient(start, stop, rows, dk, dv)
-
-
-@dataclass(frozen=True)
-class FarFromElsewhere(TritonFar):
-    """The kernels on pages that they must gather."""
-
-    def forward(
-        self,
-        call: FarCall,
-        q: Tensor,
-        choice: Tensor,
-        pages: Pages,
-        attended: tuple[Tensor, Tensor],
-    ) -> None:
-        TritonFar.forward(self, call, q, choice, Elsewhere(pages), attended)
-
-    def backward(
-        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
-    ) -> None:
-        TritonFar.backward(self, call, queries, choice, Elsewhere(pages), dq)

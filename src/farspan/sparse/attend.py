@@ -158,6 +158,9 @@ def compare(
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
         if documents is not None:
             documents = (documents - candidates.pages.start * sparse.page).clamp_(min=0)
+            # The last superpage may lack pages: it hides from a document that begins after them.
+            tokens = len(candidates.pages) * sparse.page
+            documents.add_(SUPERPAGE * sparse.page * (documents >= tokens))
         whole = FarCall(call.scale, SUPERPAGE * sparse.page, documents, call.query_tokens)
         scores = kernel.largest_scores(whole, q, super_keys(representatives, sparse), each)
         candidates = replace(candidates, superpages=best_superpages(scores, count))
