@@ -43,7 +43,7 @@ def test_queries_see_their_piece_of_their_document(
     starts = sorted({0, *(documents or ())})
     runs = None if documents is None else [document_runs(starts, start, chunk.stop)] * 2
     blocks = layer_blocks(layer, (start, chunk.stop), kv_block, 2, runs)
-    seen = covered(blocks, 2, chunk)
+    seen = covered(blocks, 2, chunk, ((0, chunk.stop),))
     for q in chunk:
         begins = max(x for x in starts if x <= q)
         piece = begins + (q - begins) // window * window

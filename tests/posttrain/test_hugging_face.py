@@ -168,11 +168,11 @@ def test_noise_of_embeddings(make: Make) -> None:
     found, wanted = (logs(t, "loss", "grad_norm", "eval_loss") for t in (ours, plain))
     assert_exact(found, wanted, limit=1e-6)
     going_on = make(neftune_noise_alpha=40.0)
-    going_on.state.global_step, found = 2, []
+    going_on.state.global_step, drawn = 2, []
     for _ in range(2):
         going_on._count_draws()
-        found.append(going_on._farspan().drawn)
-    assert found == [4, 5]
+        drawn.append(going_on._farspan().drawn)
+    assert drawn == [4, 5]
 
 
 @pytest.mark.parametrize(

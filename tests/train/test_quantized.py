@@ -17,7 +17,7 @@ from farspan.hf.load import load_model
 from farspan.hf.quantized import held_bytes
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
-from farspan.program.layout import Auto, Parallel
+from farspan.program.layout import Auto, Given, Parallel
 from farspan.spec import Quantization, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
@@ -222,7 +222,7 @@ def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     """By default each holds all weights; replicas and stages need fsdp: false."""
     alone = qlora(tmp_path, "alone", steps=2, batch=2)
     fit_all([alone])
-    layouts = {
+    layouts: dict[str, Given] = {
         "auto": Auto.AUTO,
         "replicas": Parallel(data=2, fsdp=False),
         "stages": Parallel(pipeline=2, fsdp=False),

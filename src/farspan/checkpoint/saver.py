@@ -595,7 +595,9 @@ def _in_order(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights under all their names, in the model's order: a tied weight has several."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-    return {name: weights[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
+    names = model.state_dict(keep_vars=True)
+    # A quantised weight's scales are the base model's, of which an export of adapters has nothing.
+    return {n: weights[named.get(n, n)] for n in names if ".weight." not in n}
 
 
 def _outer(sharded_model: ShardedModel) -> set[str]:

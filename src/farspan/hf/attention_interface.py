@@ -74,8 +74,8 @@ def _attention(
 def _chunked(module: nn.Module) -> dict[str, Any]:
     """Return the keywords of chunked attention for a layer that has it. transformers writes it into
     the mask alone, and names its layers and their length in the configuration."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
+    config: Any = getattr(module, "config", None)
+    index, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
     if not kinds or index is None or kinds[index] != "chunked_attention":
         return {}
     return {"sliding_window": config.attention_chunk_size, "chunked": True}
@@ -114,6 +114,7 @@ _first_positions: ContextVar[FirstPositions | None] = ContextVar("farspan_positi
 
 def position_scale(layer: nn.Module) -> tuple[float, float] | None:
     """Return how a layer scales its queries by their positions, (tokens, strength), or None."""
+    module: Any
     for module in layer.modules():
         if getattr(module, "attn_temperature_tuning", None) and not module.use_rope:
             return float(module.floor_scale), float(module.attn_scale)

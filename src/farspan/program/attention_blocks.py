@@ -433,11 +433,11 @@ def layer_blocks(
 ) -> tuple[Block, ...]:
     """Return the blocks of a layer's attention for queries [q[0], q[1]) of `batch` rows; see
     `plan_held_blocks` for the other arguments."""
-    window, runs = layer.window, document_starts
-    if layer.chunked and window is not None:
-        rows = runs if runs is not None else [(Run(*q, 0),)] * batch
-        window, runs = None, [_cut_runs(row, window) for row in rows]
-    return plan_held_blocks(*q, kv_block, window, runs, held)
+    if not layer.chunked or layer.window is None:
+        return plan_held_blocks(*q, kv_block, layer.window, document_starts, held)
+    rows = [(Run(*q, 0),)] * batch if document_starts is None else document_starts
+    runs = [_cut_runs(row, layer.window) for row in rows]
+    return plan_held_blocks(*q, kv_block, None, runs, held)
 
 
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
