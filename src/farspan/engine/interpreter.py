@@ -138,7 +138,7 @@ class TiledLayers(Layers):
 
 
 def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Add nothing over ranks: a custom head is not sharded, and the caller takes its sums."""
+    """Leave a custom head's sums as they are: its caller adds them over ranks."""
 
 
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.

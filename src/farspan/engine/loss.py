@@ -41,7 +41,7 @@ class StepInputs:
 
     @property
     def place(self) -> Draws | None:
-        """Random draws, told for which tokens modules are called next; None if none needs them."""
+        """Holder of the tokens on which modules run next, for dropout and routers; or None."""
         return self.draws if self.routers is None else self.routers.place
 
     @property
@@ -319,7 +319,7 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Add storages that autograd saves in the body to `storages`: they must not be overwritten."""
+    """Collect the storages that autograd saves in the body: they must not be overwritten."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

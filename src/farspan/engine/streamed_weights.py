@@ -215,7 +215,7 @@ class StreamedWeights:
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """Return `spec` with the true number and bytes of each layer's weights on this stage."""
+        """Return `spec` with the true number and bytes of the weights in this stage's layers."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
@@ -406,7 +406,7 @@ class StreamedWeights:
         return self._received
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
-        """Return trained parameters outside the layers: those in slots, not the user's own."""
+        """Return trained parameters outside the layers, as steps use them: those in slots."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:

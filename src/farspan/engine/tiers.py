@@ -307,7 +307,7 @@ class CopyEngine:
         self.evicted += values.nbytes
 
     def note(self, target: Tensor, source: Tensor) -> None:
-        """Copy a tensor within the device on the fetch stream, after the fetches issued so far."""
+        """Copy a tensor within the device, on the fetch stream: after the fetches issued so far."""
         with self.on(Lane.FETCH):
             target.copy_(source)
 
@@ -392,13 +392,13 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether each `whole` adjacent elements of these rows can be viewed as one."""
+    """Return whether each `whole` adjacent elements of a row can be viewed as a larger one."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
 def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> None:
-    """Launch kernel `take_rows` or `add_rows`; `rows` index the tensor that has more rows."""
+    """Launch kernel `take_rows` or `add_rows`; `rows` has each row's index in the larger tensor."""
     width = target.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * target.element_size()))

@@ -98,7 +98,7 @@ class FirstPositions:
         return -1 - torch.arange(self.positions.shape[1], device=self.positions.device)
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return k and v; the attention call that follows scales its queries."""
+        """Return k and v unchanged, and have the attention call that follows scale its queries."""
         _first_positions.set(self)
         return k, v
 

@@ -118,8 +118,8 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
-    """Return the input and output width of each linear module in a layer that is or could be
-    packed, that is, all but adapters."""
+    """Return (input width, output width) of each linear module in a layer that is packed or could
+    be: all but adapters."""
     found: list[tuple[int, int]] = []
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:

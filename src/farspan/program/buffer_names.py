@@ -51,7 +51,7 @@ def attention_open(layer: int) -> str:
 
 def attention_slots(widest: int) -> tuple[str, ...]:
     """Return the names of `widest` + 1 device buffers for O, LSE, used in turn: a chunk's graphs
-    refer to one per layer of its group (at most `widest`); the next chunk needs one more."""
+    keep one per layer of its group (at most `widest`) in use, so the next chunk needs one more."""
     return tuple(f"attention.slot.{place}" for place in range(widest + 1))
 
 

@@ -324,8 +324,8 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
 
 def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
     """Return the rows that a rank reserves for each chunk's saved activations: an equal share of
-    the chunk's tokens, rounded up. That is enough for the rank's own tokens with all heads, and for
-    the rank's heads of other ranks' tokens, which take no more."""
+    the chunk's tokens, rounded up. That is enough for all heads of the rank's own tokens, and for
+    the rank's own heads of all tokens."""
     sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
@@ -436,9 +436,9 @@ Given = Parallel | Auto | None  # `parallel` of a run file
 
 
 def check_ranks(parallel: Given, ranks: int | None) -> Given:
-    """Return a run file's `parallel`, in which a null `data` becomes the number of replicas that
-    the started `ranks` make (None: no launcher). Raises UnsupportedError if the axes need another
-    number of ranks."""
+    """Check a run file's `parallel` against the number of started ranks (None: no launcher). Return
+    it with a null `data` replaced by the number of replicas. Raises UnsupportedError if the axes
+    need another number of ranks."""
     if isinstance(parallel, Parallel):
         try:
             return replace(parallel, data=parallel.layout(ranks or 1).data)

@@ -192,9 +192,9 @@ class Group:
                 ledger.allocate(name, Kind.ATTENTION, layer, others)
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
-        """Return the bytes of activations that the layer saves for one chunk. If chunks are equal,
-        a shorter last chunk takes as many bytes as others. O and LSE count unless another buffer
-        certainly holds them; the layer's input counts unless it is saved between groups."""
+        """Return the bytes of activations that the layer saves for one chunk; if chunks are equal,
+        a shorter last chunk takes as many. O and LSE count unless another buffer certainly holds
+        them. The layer's input counts unless it is saved between groups."""
         ledger = self.ledger
         start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return the bytes that a token adds to a cell's saved tensors; 0 if chunks are equal."""
+        """Return the bytes per token of a cell's saved tensors; 0 if all cells get equal bytes."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
