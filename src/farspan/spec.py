@@ -459,8 +459,7 @@ class Sparse:
 
     @property
     def mean_tokens(self) -> int:
-        """Tokens per mean key, from which pages get votes: a divisor of a page, or 1 with an
-        index."""
+        """Tokens per mean key, from which pages get votes: a divisor of a page; 1 with an index."""
         if self.indexed:
             return 1
         return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page

@@ -200,15 +200,15 @@ def attend_earlier_backward(
 
 
 class _Joined:
-    """Running out and lse of a softmax over several blocks. A result for all of the chunk's queries
-    waits for a second one, so that one kernel merges both."""
+    """Out and lse of a softmax over the blocks merged so far. A result for all of the chunk's
+    queries waits for a second one, so that one kernel merges both."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Merge a block's out and lse. The last block brings `last`, a dtype for out to end in."""
+        """Merge a block's out and lse. For the last block, `last` is out's final dtype."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:

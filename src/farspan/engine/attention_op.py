@@ -145,7 +145,7 @@ class ChunkAttention:
         return attend(call, *of_keys, prefix, sinks)
 
     def keep(self, out: Tensor, lse: Tensor) -> Attended:
-        """Copy O and LSE to the buffer of this cell, if it has one, and return the copies."""
+        """Copy O, LSE to this cell's buffer and return the copies; without a buffer, keep them."""
         self.key_values.done()
         if self.attention is None:
             self.held = out, lse
@@ -187,7 +187,7 @@ class ChunkAttention:
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return what exchanges heads while attention runs on others; None if all go at once."""
+        """Return an exchange of heads that overlaps attention; None if all heads go at once."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
@@ -380,7 +380,7 @@ class AttentionContext:
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Return the blocks of queries and keys for the keys of rank `ring` in ring attention."""
+        """Return the blocks of attention to the keys of rank `ring`, for ring attention."""
         program = self.program
         spec = program.model.layers[layer]
         if chunk != self.chunk:

@@ -171,7 +171,7 @@ class GradientAccumulator:
                 accumulate(parameter, total.to(parameter.grad_dtype or total.dtype))
 
     def reduce(self, unit: int) -> None:
-        """Add gradients of a unit (a layer, or all modules outside) over ranks to `.grad`."""
+        """Sum gradients of a unit (a layer, or all modules outside) over ranks into `.grad`."""
         assert self._reduce is not None
         self._reduce(unit, self._open)
 
@@ -326,7 +326,7 @@ class AccumulatingLinears(Linears):
         return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
-        """Add dout.T @ x to a weight's gradient sum; if not `adds`, give it to autograd instead."""
+        """Add dout.T @ x to a weight's gradient sum or, without `adds`, return it to autograd."""
         if not self.adds:
             return dout.t() @ x
         assert self.gradients is not None, "no step runs"

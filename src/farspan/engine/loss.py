@@ -41,7 +41,7 @@ class StepInputs:
 
     @property
     def place(self) -> Draws | None:
-        """Holder of the tokens on which modules run next, for dropout and routers; or None."""
+        """Note of the tokens on which modules run next, for dropout and routers; or None."""
         return self.draws if self.routers is None else self.routers.place
 
     @property

@@ -296,8 +296,8 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
 
 
 def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> float:
-    """Return the seconds of softmax per query, key and head, recorded for the field `name`: from
-    the times of attention with whole and with half head width."""
+    """Measure the seconds of softmax per query, key and head, recorded for the field `name`: the
+    part of attention's time that heads of half the width do not halve."""
     tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
     wide, narrow = (
         attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)

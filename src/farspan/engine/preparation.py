@@ -88,7 +88,7 @@ class PreparedModel:
         self._accepted.add(trains)
 
     def compare(self, same: Agreement) -> None:
-        """Have ranks compare the model: text, buffers and, unless an optimizer runs, weights."""
+        """Have ranks compare the model, its buffers and, unless an optimizer runs, its weights."""
         if self.sharded is not None:
             same.add({"model": self._described})
             idle = self.weights is None or not self.weights.is_updating()

@@ -576,7 +576,7 @@ class _Outside:
         return CellTape(meter).read()
 
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
-        """Return the head's peak bytes as functions of the tokens of a chunk and of a piece."""
+        """Return the head's peak bytes as functions of a chunk's and a logits piece's tokens."""
         passes = [
             self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
             for tokens, piece in CHUNKS_AND_PIECES

@@ -82,7 +82,6 @@ class Meter(Recorder):
 
 
 def _traffic(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operation reads and writes."""
     if name in NO_TRAFFIC:
         return 0
     outs, given = list(_tensors([out])), list(_tensors(args))

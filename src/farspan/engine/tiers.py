@@ -188,7 +188,6 @@ def allocate_pinned(size: int) -> Tensor:
 
 
 def _give_back_pinned() -> None:
-    """Free the unused pinned memory that torch has cached."""
     empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
     (empty or torch.accelerator.empty_host_cache)()
 

@@ -122,8 +122,8 @@ NO_TEMPORARIES, ALL_TEMPORARIES = Temporaries(frozenset()), Temporaries(frozense
 
 
 def _flash_backward(func: Any, args: Sequence[Any]) -> Iterator[int]:
-    """Yield the bytes of each block that a flash attention backward, `func`, allocates internally.
-    It takes dout, q, k first, with heads before tokens if it is SDPA's."""
+    """Yield the bytes of each block that a flash attention backward allocates internally. `func`
+    takes dout, q, k first; if it is SDPA's, these have heads before tokens."""
     q: Tensor = args[1]
     k: Tensor = args[2]
     heads_first = func is not aten._flash_attention_backward.default

@@ -34,7 +34,7 @@ _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=
 
 
 def _outside_layers(module: nn.Module, *_: Any, **__: Any) -> Tensor:
-    """Raise UnsupportedError for an attention call from outside the layers, which were replaced."""
+    """Raise UnsupportedError for an attention call by a layer that others had replaced."""
     raise UnsupportedError(
         f"model: {type(module).__name__} attended although other modules had replaced its layers, "
         "so something outside the decoder's list of layers still holds them, such as a wrapper "

@@ -535,7 +535,7 @@ def _with_gradient(
     hidden: Tensor,
     cuts: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor]:
-    """Return a recurrent layer's output, run on token ranges `cuts`, and its input's gradient."""
+    """Run a recurrent layer on token ranges `cuts`; return its output and its input's gradient."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
     # Eager experts depend on values: only experts with tokens run.

@@ -165,7 +165,7 @@ def empty_parts(weight: nn.Parameter, device: torch.device) -> list[Tensor]:
 
 
 def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter of a weight's class on a device; its `parts_of` have no elements."""
+    """Return a parameter of a weight's class on a device, whose tensors have no elements."""
     empty = empty_parts(weight, device)
     state = copy.copy(_state(weight))
     if state is None:

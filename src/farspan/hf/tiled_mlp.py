@@ -199,8 +199,8 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """Return, by layer, the children that probably may run on tiles, for a model without values,
-    where no proof is possible. A child's output that autograd saves counts as `needed`."""
+    """Return, by layer, the children that probably may run on tiles of tokens. A model without
+    values allows no proof: a child counts as `needed` if autograd saves its output."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:

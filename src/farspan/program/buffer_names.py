@@ -1,4 +1,4 @@
-"""Names of buffers. A slot is a buffer for any layer or chunk, which lives for the whole program.
+"""Names of buffers. A slot is a buffer that lives for the whole program, for any layer or chunk.
 
 Slots form rings, whose members are used in turn: while one is in use, the next is filled or the
 last one is emptied.

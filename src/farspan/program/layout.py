@@ -231,9 +231,9 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with the `row` of recurrent states set: elements per token, enough for the
-    rows of any chunk but the last to hold a whole state. Raises UnsupportedError for a chunk of one
-    token, which recurrent layers treat as generation."""
+    """Return the model with the `row` of recurrent states set: elements per token, so many that the
+    rows of any chunk but the last have room for a whole state. Raises UnsupportedError for a chunk
+    of one token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
@@ -348,8 +348,8 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with larger activations if Ulysses exchanges heads: cells then save
-    attention's output by heads and also by tokens, as the output projection reads it."""
+    """Return the model as ranks that exchange heads run it (Ulysses). Its activations are larger:
+    cells save attention's output by heads and, as the output projection reads it, by tokens."""
     if layout.ulysses == 1:
         return model
     layers = (

@@ -303,7 +303,7 @@ class GroupPasses(Group):
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
-        """Emit the instructions that set gradient[top + 1] to the gradient of the group's output,
+        """Emit the instructions that get the gradient of the group's output: gradient[top + 1],
         from which the backward of `top`, the group's last layer, starts."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
