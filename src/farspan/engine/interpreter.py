@@ -265,7 +265,7 @@ class Interpreter:
         return now.loss
 
     def complete_routers(self) -> None:
-        """Add up what routers counted in the forward, over the ranks of the sequence."""
+        """Sum over the ranks of a sequence what its routers have counted in the forward."""
         routers, sharded = self.inputs.routers, self.sharded_model
         if routers is not None:
             peers = None if sharded is None else sharded.ranks.among(*SEQUENCE, "pipeline")

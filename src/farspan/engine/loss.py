@@ -274,7 +274,7 @@ class LossHead:
         return (self.smoothing * (of_label - rows.mean(1, dtype=wide))).where(known, 0)
 
     def _smooth(self, rows: Tensor, targets: Tensor) -> None:
-        """Add `_smoother`'s gradient, over the loss's count, to the logits' gradient, in place."""
+        """Add label smoothing's gradient, divided by `count`, to the logits' gradient in place."""
         known = (targets != IGNORED)[:, None].to(rows.dtype) * (self.smoothing / self.count)
         rows.sub_(known / rows.shape[1])
         rows.scatter_add_(1, targets.clamp(min=0)[:, None], known)

@@ -173,7 +173,7 @@ class MarkedKernels(AttentionKernels):
 
 
 class MarkedPrefix(KVPrefix):
-    """K, V of earlier chunks that record when attention has ended."""
+    """K, V of earlier chunks, with a mark in the meter's record when attention has ended."""
 
     __slots__ = ("meter",)
     meter: Meter

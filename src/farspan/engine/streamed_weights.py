@@ -240,8 +240,8 @@ class StreamedWeights:
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
     def norms(self) -> dict[int, Tensor]:
-        """Return norms of gradients, by the id of the user's parameter, that the device computed in
-        the latest step: for parameters whose `.grad` is still that step's sum."""
+        """Return the norms of gradients that the device computed in the latest step, by the id of
+        the user's parameter. They exclude parameters whose `.grad` is no longer that step's sum."""
         return {
             id(p.own): p.norm
             for p in self._all()
@@ -354,8 +354,8 @@ class StreamedWeights:
     def reduce(
         self, program: Program, group: int, sums: GradientAccumulator, sharded: ShardedParameters
     ) -> None:
-        """Add the gradient sums of a group over ranks, in the order of ranks, then add `.grad` if
-        it has the dtype of the sums. No copy may read or write the sums meanwhile."""
+        """Sum a group's gradients over ranks, in the order of ranks, and add `.grad` if it has the
+        dtype of the sums. No copy may read or write the sums meanwhile."""
         outer = [len(self._units) - 1] * program.closes_outer(group)
         for unit in (*range(*program.groups[group]), *outer):
             own = {p.own: p for p in self._units[unit].parameters if p.trained}

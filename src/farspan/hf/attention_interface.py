@@ -72,8 +72,8 @@ def _attention(
 
 
 def _chunked(module: nn.Module) -> dict[str, Any]:
-    """Return the keywords of chunked attention for a layer that has it. transformers writes it into
-    the mask alone, and names its layers and their length in the configuration."""
+    """Return the keywords of chunked attention for a layer that has it: the configuration names
+    these layers and their chunk's length, which transformers itself passes on in the mask alone."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds or index is None or kinds[index] != "chunked_attention":
@@ -146,8 +146,8 @@ def attended(
 
 @contextmanager
 def answering(attention: Attention) -> Iterator[None]:
-    """Inside the context, `attention` computes the attention calls of models whose calls `routed`
-    has sent to farspan."""
+    """Inside the context, compute attention by `attention` in all models that `routed` has sent to
+    farspan."""
     token = _active.set(attention)
     try:
         yield

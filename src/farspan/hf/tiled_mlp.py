@@ -283,8 +283,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Return the children worth tiling (`worth`), each with whether some gradient depends on
-        its output's values. Raises UnsupportedError if tiles change a gradient."""
+        """Return, for each child worth tiling (`worth`), whether some gradient depends on the
+        values of its output. Raises UnsupportedError if tiles change a gradient."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []

@@ -495,7 +495,7 @@ def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
 
 
 def _to_rows(block: Block, shift: int) -> Block:
-    """Return a block of one held range, renumbered as `Block` describes."""
+    """Renumber a block of one held range by the rank's rows of keys, as `Block` describes."""
     keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
     if not block.causal and block.window is None:
         return keys

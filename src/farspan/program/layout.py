@@ -266,7 +266,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A rank's part of every chunk."""
+    """A rank's part of every chunk: positions in the sequence, and rows in a buffer."""
 
     ranges: tuple[Range, ...]  # positions in the sequence
     rows: tuple[Range, ...]  # rows in a buffer that holds the parts of all chunks
