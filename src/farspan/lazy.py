@@ -1,4 +1,4 @@
-"""Imports by name at the moment of use; no other module has any.
+"""Imports by name at the moment of use; no other module imports so.
 
 torch and transformers take seconds to import, and a laptop that only plans does not need them. A
 gate requires all other imports to be at the top of a module, and reads the names given here like

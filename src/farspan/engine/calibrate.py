@@ -285,7 +285,7 @@ def here(
 
 
 def _basis(record: dict[str, Any], device: torch.device) -> str | None:
-    """Return a record's hardware and torch version as text to compare; None if it is empty."""
+    """Return a calibration's hardware and torch version, as text to compare; None for no record."""
     if not record:
         return None
     on_cpu = device.type == "cpu"

@@ -340,7 +340,7 @@ def _inspect(
 def _inspected(
     ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """Return what `inspect` returns, after ranks have compared models. Raises UnsupportedError."""
+    """Have ranks compare their models, then run `inspect`. Raises UnsupportedError."""
     with ranks.agreement("parallelize: comparing the models") as same:
         same.add({"model": described(inside(stages.model), stages)})
         same.add(weight_facts(stages.model))

@@ -296,7 +296,7 @@ class Preparations:
 
     def accept(self, *, trains: bool) -> PreparedModel:
         """Return the prepared model, prepared again if it has changed. Raises UnsupportedError if
-        it cannot be prepared or, as `trains` says, trained or evaluated."""
+        it cannot be prepared and trained or, without `trains`, evaluated."""
         was = self.now
         seen = _look_at(self.model, was.stages, self.sharded)
         if self.sharded is not None:

@@ -117,7 +117,8 @@ class _StreamedUnit:
 
 class StreamedWeights:
     """Weights of a model in main memory, copied to the device layer by layer. Unit l is layer l,
-    the last unit all modules outside. The first step with gradients allocates their memory."""
+    the last unit all modules outside. Memory for gradients is allocated by the first step that has
+    them."""
 
     def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Move the model to main memory, in place; steps compute on the device of `stages`. Raises

@@ -95,8 +95,8 @@ class _NoChance(UncompiledMode):
         return out
 
     def _compared(self, func: Any, args: tuple[Any, ...], index: int, kwargs: Any) -> Any:
-        """Return the result of comparing a drawn number, the same whatever number is drawn. Raises
-        UnsupportedError if it differs between the ends of the number's range."""
+        """Return the result of comparing a drawn number with a value. Raises UnsupportedError if
+        the result depends on the number: it is computed for both ends of the number's range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
         ends = (torch.full_like(args[index], end) for end in _ENDS)

@@ -78,7 +78,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _is_object(call: LayerCall, name: str) -> bool:
-    """Return whether a keyword's value is an object: not None, a tensor or a number."""
+    """Return whether a keyword's value is an object: neither None nor a tensor nor a number."""
     return not isinstance(call.keywords.get(name), Tensor | bool | int | float | None)
 
 

@@ -95,7 +95,7 @@ class Group:
                 fetched[index % 2] = index
 
     def _open_weight_gradients(self) -> None:
-        """If weights are in main memory, fetch the group's gradient sums into device buffers."""
+        """Fetch the group's gradient sums into device buffers, if weights are in main memory."""
         if self.streams:
             if self.stays_open:  # the first group whose backward runs here
                 self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
