@@ -106,8 +106,7 @@ class GradientAccumulator:
         self._reduce = reduce
 
     def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
-        """Use `total` as the sum of a parameter's gradients; with `fresh` its content is
-        ignored."""
+        """Use `total` as the sum of a parameter's gradients, without its content if `fresh`."""
         (self._places if fresh else self._open)[parameter] = total
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:

@@ -368,8 +368,7 @@ class CopyEngine:
         return event
 
     def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
-        """Make later work on a lane wait for an event, if any. `_hazard`, the reason, is for
-        tests."""
+        """Make later work on a lane wait for an event, if any. `_hazard` (why) is for tests."""
         if self.overlap and event is not None:
             self._stream(lane).wait_event(event)
 

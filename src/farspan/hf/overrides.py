@@ -148,8 +148,7 @@ def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) 
 
 
 def _text_part(config: PretrainedConfig) -> str | None:
-    """Return the field that holds the text model's configuration; None if `config` is that
-    itself."""
+    """Return the field of the text model's configuration; None if `config` is that itself."""
     text = config.get_text_config()
     for name in () if text is config else config.sub_configs:
         part = getattr(config, name, None)
