@@ -146,7 +146,7 @@ class SavedActivations:
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
-        """Set the sealed bytes, and tensors in buffers by name, for the backward to read."""
+        """Give the backward the sealed bytes and, by name, tensors that are in buffers."""
         self._bytes, self._named = store, named
 
     def unpack(self, packed: Packed) -> Tensor:

@@ -68,9 +68,9 @@ def _discard(_: str) -> None:
 
 
 def _meta(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
-    """Return metadata that makes a field an option of `farspan plan`, with the field's name or the
-    names `flags`. The command line parses the option's text by `reads`, and fills presets' and
-    cards' names into {models} and {cards} in `help`."""
+    """Return metadata that makes a field an option of `farspan plan`, named like the field or as in
+    `flags`. The command line parses the option's text by `reads`. In `help` it replaces {models} by
+    the presets' names and {cards} by the cards'."""
     return {"help": help, "flags": flags, "reads": reads, "metavar": metavar}
 
 
@@ -279,8 +279,8 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the planner's input with the sizes and profile of the model as it runs: with adapters
-    of rank `lora`, or without adapters."""
+    """Return the planner's input with sizes and profile of the model as it will run: with adapters
+    of rank `lora`, or without any."""
     if question.profiles is None:
         return question
     profile = question.profile
@@ -293,8 +293,8 @@ def as_run(question: Question, lora: int = 0) -> Question:
 def _takes_fields(
     request: Callable[P, Request],
 ) -> Callable[[Callable[[Request], Plan]], Callable[P, Plan]]:
-    """Decorate a function to take the fields of a request as arguments, all but the first by name.
-    The function raises UnsupportedError for other options."""
+    """Decorate a function: it takes a request's fields as arguments, all but the first by name, and
+    raises UnsupportedError for other options."""
     first, *others = signature(request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]
@@ -364,8 +364,8 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """Function that imports and returns `measure`, which profiles models without a preset and needs
-    torch. As an instance of a class it can be pickled, and so be sent to ranks."""
+    """Callable that imports and returns `measure`, which profiles models without a preset and needs
+    torch. Its instances can be pickled, and so sent to ranks."""
 
     def __call__(self) -> Measure:
         found: Measure = load("farspan.engine.profile", "measure")

@@ -125,8 +125,8 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
 
 
 def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
-    """Check, before long work, that a file can be written at `path`. Raises UnsupportedError,
-    naming the option, if it cannot, or if the file must be `new` and exists already."""
+    """Check, before long work, that a file can be written at `path` afterwards. Raises
+    UnsupportedError, naming the option, if not, or if a file that must be `new` exists."""
     if path is None:
         return
     wrong, folder = "", path.parent
@@ -176,8 +176,8 @@ HELD: dict[str, tuple[str, str]] = {}
 
 
 def shown(text: object) -> str:
-    """Return a message with readable paths in place of those of file descriptors, by which this
-    process holds folders open: as the user wrote them, or their present names after a rename."""
+    """Return a message with readable paths instead of those of file descriptors, by which this
+    process holds folders open. A readable path is as the user wrote it, or new after a rename."""
 
     def name(found: re.Match[str]) -> str:
         try:

@@ -1,4 +1,4 @@
-"""Imports by name at the moment of use; no other module has any.
+"""Imports by name at the moment of use; no other module imports so.
 
 torch and transformers take seconds to import, and a laptop that only plans does not need them. A
 gate requires all other imports to be at the top of a module, and reads the names given here like
@@ -37,8 +37,8 @@ _GIVEN: dict[str, str] = {}
 
 
 def give(part: str, module: str) -> None:
-    """Register the module of a `part` of the package. Lower layers use it through `given`, without
-    importing it. farspan/__init__.py, above all layers and imported first, calls this."""
+    """Register the module that provides a `part` of the package. Lower layers get it by `given`,
+    not by import. Only farspan/__init__.py, which is above all layers, calls this."""
     _GIVEN[part] = module
 
 

@@ -187,8 +187,8 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """A layer's FLOP and temporary memory without attention's own products, per token and forward
-    unless a name says otherwise. All zero means not counted: then no time is known."""
+    """A layer's work and temporary memory, without attention's own products, per token and forward
+    unless a name says otherwise. All zero: not counted, so no time is known."""
 
     parameters: int = 0  # elements of the layer's weights
     trainable: int = 0  # elements that receive a gradient
@@ -296,8 +296,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured FLOP/s of one device in one dtype. Attention's curves are for heads of `head_dim`.
-    The time of a softmax does not depend on the head's size, so it is a number of its own."""
+    """Measured FLOP/s of one device in one dtype. Attention's curves are for heads of `head_dim`
+    elements. The time of a softmax does not depend on the head's size, so it has its own fields."""
 
     matmul: Curve  # against the FLOP of one product
     attention_forward: Curve  # without a mask; against the FLOP of one head of one sequence
@@ -459,7 +459,7 @@ class Sparse:
 
     @property
     def mean_tokens(self) -> int:
-        """Number of tokens per mean key in votes, a divisor of a page; 1 with an index."""
+        """Tokens per mean key, from which pages get votes: a divisor of a page; 1 with an index."""
         if self.indexed:
             return 1
         return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page
@@ -474,16 +474,16 @@ class Sparse:
         return math.gcd(SUPERMEAN, self.page)
 
     def refined(self, candidates: int) -> int:
-        """Return how many superpages (16 pages each) a page of queries keeps by a ranking: only
-        their pages are compared. 0 without a ranking, which must drop at least half of the
+        """Return how many superpages (16 pages each) a page of queries keeps after ranking them;
+        only pages in these are compared. 0 means no ranking: it must drop at least half of the
         `candidates`."""
         kept = -(-REFINED * (self.budget // self.page) // SUPERPAGE)
         pays = self.super_tokens > self.mean_tokens and self.selector != MEAN
         return kept if pays and candidates >= 2 * SUPERPAGE * kept else 0
 
     def compared(self, candidates: int) -> tuple[int, int]:
-        """Return with how many mean keys each query is compared to choose among `candidates` pages,
-        and with how many to rank superpages (16 pages each), which comes first."""
+        """Return two numbers of mean keys with which each query is compared: to choose among
+        `candidates` pages and, before that, to rank superpages (16 pages each)."""
         refined = SUPERPAGE * self.refined(candidates)
         means = (refined or candidates) * self.page // self.mean_tokens
         return means, bool(refined) * candidates * self.page // self.super_tokens

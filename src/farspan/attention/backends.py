@@ -502,7 +502,7 @@ class Tiled(BlockKernel):
     def _scores(
         self, q: Tensor, k: Tensor, tile: Block, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return masked scores [B, Hk, stacked rows, Sk] and the soft cap's derivative at each."""
+        """Return masked scores [B, Hk, rows of `_stack`, Sk] and the soft cap's slope at each."""
         dtype = accumulate_dtype(q.dtype)
         scores = _stack(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -522,8 +522,8 @@ def _stack(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
-    """Yield a block's queries in tiles (slices) of at most `size`, each with the tiles of keys that
-    they see (slice and block). Slices count from the block's first query and first key."""
+    """Cut a block's queries into tiles of at most `size`; yield each one's slice of queries, and
+    the tiles of keys that it sees: (slice, block). Slices count from the block's first token."""
     for q_start in range(block.q_start, block.q_stop, size):
         rows = slice(q_start - block.q_start, min(q_start + size, block.q_stop) - block.q_start)
         tiles = key_tiles(block, q_start, size)

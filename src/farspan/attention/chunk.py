@@ -116,9 +116,9 @@ def attend_blocks(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a chunk over all its blocks of keys, without sinks. The out of several
-    blocks has the accumulate dtype, or q's dtype if `narrow` allows this and a fused kernel merges
-    the last block. A query that sees no key of this rank has out = 0 and lse = -inf."""
+    """Return out and lse of a chunk over all its blocks of keys, without sinks. If blocks are
+    several, out has the accumulate dtype, or q's dtype if `narrow` allows it and a fused kernel
+    merges the last block. A query that sees no key of this rank has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
     if not call.fused and any(_visits(call)):
         # A chunk of one block needs no sum, hence no wider output. The narrow one is freed here.
@@ -200,15 +200,15 @@ def attend_earlier_backward(
 
 
 class _Joined:
-    """Running out and lse of a softmax over several blocks. A result for all of the chunk's queries
-    waits for a second one, so that one kernel merges both."""
+    """Out and lse of a softmax over the blocks merged so far. A result for all of the chunk's
+    queries waits for a second one, so that one kernel merges both."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Merge a block's out and lse. `last`, for the last block only: the dtype out may get."""
+        """Merge a block's out and lse. For the last block, `last` is out's final dtype."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:
@@ -236,8 +236,8 @@ class _BlockSum:
         self.waiting: list[Tensor] = []
 
     def add(self, part: Tensor, rows: slice, start: int, *, last: bool = False) -> None:
-        """Add a block's gradient at the batch rows `rows` and from token `start` on. With the
-        `last` gradient, the sum may get the inputs' dtype."""
+        """Add a block's gradient `part` to batch rows `rows`, from token `start` on. After the
+        `last` block's, the sum may have the inputs' dtype."""
         if self.sum is None and part.shape == self.like.shape:
             self.sum = part
             return

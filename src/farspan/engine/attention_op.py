@@ -103,8 +103,8 @@ class ChunkAttention:
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Send q, k, v of this rank's tokens, all heads; return those received, of this rank's
-        heads for the tokens of all ranks, and write these K, V to the chunk's buffer."""
+        """Exchange q, k, v of this rank's tokens (all heads) for those of this rank's heads (all
+        tokens); also write these K, V to the chunk's buffer."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
                 self.write(*exchange.to_heads(k, v))
@@ -145,7 +145,7 @@ class ChunkAttention:
         return attend(call, *of_keys, prefix, sinks)
 
     def keep(self, out: Tensor, lse: Tensor) -> Attended:
-        """Copy O and LSE to the buffer of this cell, if it has one, and return the copies."""
+        """Copy O, LSE to this cell's buffer and return the copies; without a buffer, keep them."""
         self.key_values.done()
         if self.attention is None:
             self.held = out, lse
@@ -181,13 +181,13 @@ class ChunkAttention:
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
-        """Return the chunk's whole dK, dV: the given parts plus sums from later chunks' queries."""
+        """Return the chunk's whole dK, dV: `dk`, `dv` plus the sums from later chunks' queries."""
         assert self.own_dkv is not None
         later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """Return an exchange of some heads during attention on others; None: all go at once."""
+        """Return an exchange of heads that overlaps attention; None if all heads go at once."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
@@ -312,8 +312,8 @@ class AttentionContext:
     # -- cells -----------------------------------------------------------------------------------
 
     def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
-        """Return the attention function of a forward cell, and start fetching the cell's keys.
-        `held` has O and LSE of an earlier pass over this chunk."""
+        """Make a forward cell's attention function, and start fetching the cell's keys. `held` has
+        the chunk's O and LSE if an earlier pass has computed them."""
         cell = ChunkAttention(
             i.mode,
             partial(self.call, i.layer, i.chunk),
@@ -334,7 +334,7 @@ class AttentionContext:
         return cell
 
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
-        """Give a cell its backward's buffers; start fetching earlier K, V and sums of dK, dV."""
+        """Give a cell its backward's buffers; start fetching earlier K, V and gradient sums."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
         self._fetch(cell, i.layer, i.chunk)
         if cell.far is not None:
@@ -380,7 +380,7 @@ class AttentionContext:
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Return the blocks of queries and keys for the keys of rank `ring` in ring attention."""
+        """Return the blocks of attention to the keys of rank `ring`, for ring attention."""
         program = self.program
         spec = program.model.layers[layer]
         if chunk != self.chunk:

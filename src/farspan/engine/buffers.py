@@ -102,7 +102,7 @@ class ProgramBuffers:
         return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
 
     def cell(self, name: str, chunk: int) -> Tensor:
-        """View the part of one chunk in a buffer of saved activations as uint8 [bytes]."""
+        """Return the saved activations of one chunk, bytes in a buffer, as a uint8 view [bytes]."""
         buffer = self.program.buffers[name]
         start, stop = cell_place(self.program, buffer, chunk)
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
@@ -172,8 +172,8 @@ class StagingBuffers:
         }
 
     def take(self, ring: tuple[str, ...], hazard: Hazard) -> StagingBuffer:
-        """Return the staging buffer used longest ago, of those for the tensors named in `ring` (K,
-        V or dK, dV); later fetches wait until its last use has ended."""
+        """Return the staging buffer used longest ago among those for the tensors named in `ring`:
+        K, V or dK, dV. Later fetches wait until its last use has ended."""
         slots = self._rings[ring]
         slots.rotate(-1)
         slot = slots[-1]
@@ -229,8 +229,8 @@ class KVPrefix:
         return self.storage.rows(self.keys_in, (start, stop), self.layer)
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add dK [b, Hk, T, D], dV of tokens [start, stop) and b batch rows (`rows`) to the
-        sums."""
+        """Add dK [b, Hk, T, D] and dV to their sums, for tokens [start, stop) of b batch rows
+        (`rows`)."""
         self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
 
     def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
@@ -301,7 +301,7 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """Return views of all tokens in a buffer of the layer, in place even if on the host."""
+        """Return views of all tokens in a layer's buffer; on the host they are read in place."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)

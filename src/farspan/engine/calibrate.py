@@ -285,7 +285,7 @@ def here(
 
 
 def _basis(record: dict[str, Any], device: torch.device) -> str | None:
-    """Return a record's hardware and torch version as text to compare; None if it is empty."""
+    """Return a calibration's hardware and torch version, as text to compare; None for no record."""
     if not record:
         return None
     on_cpu = device.type == "cpu"
@@ -375,7 +375,7 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
 def _softmax(
     bench: Bench, path: str, dtype: torch.dtype, curves: dict[str, Curve], *, backward: bool
 ) -> float:
-    """Seconds of softmax per query, key and head, at most the time of the whole attention call."""
+    """Return seconds of softmax per query, key and head, at most those of the whole attention."""
     way = "backward" if backward else "forward"
     seconds = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
     return min(seconds, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
@@ -395,9 +395,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cell_seconds(bench: Bench) -> float:
-    """Return the seconds that the CPU takes to launch a cell's operations, from steps of a tiny
-    model. On a GPU its chunks are long enough for vendors' attention kernels; on a CPU, which must
-    also compute them, they have only a few tokens."""
+    """Measure the seconds that the CPU takes to launch a cell's operations, in steps of a tiny
+    model. On a GPU the model's chunks are long enough for vendors' attention kernels; on a CPU,
+    which also computes the operations, they have only a few tokens."""
     dtype, chunk = torch.bfloat16, bench.effort.chunk
     if bench.on_cpu:
         dtype, chunk = torch.float32, 16

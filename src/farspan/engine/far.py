@@ -39,7 +39,7 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
 
 
 def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch.dtype) -> Function:
-    """Return a step's attention, dense or sparse, in `dtype` for plain autograd, to verify it."""
+    """Return a step's attention, dense or sparse, as plain autograd in `dtype` can run it."""
     if schedule.sparse is None:
         return Function(schedule, dtype)
     found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)

@@ -106,7 +106,7 @@ class GradientAccumulator:
         self._reduce = reduce
 
     def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
-        """Use `total` as the sum of a parameter's gradients; `fresh` ignores its content."""
+        """Use `total` as the sum of a parameter's gradients, without its content if `fresh`."""
         (self._places if fresh else self._open)[parameter] = total
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
@@ -171,7 +171,7 @@ class GradientAccumulator:
                 accumulate(parameter, total.to(parameter.grad_dtype or total.dtype))
 
     def reduce(self, unit: int) -> None:
-        """Add gradients of a unit (a layer, or all modules outside) over ranks to `.grad`."""
+        """Sum gradients of a unit (a layer, or all modules outside) over ranks into `.grad`."""
         assert self._reduce is not None
         self._reduce(unit, self._open)
 
@@ -303,7 +303,7 @@ class AccumulatingLinears(Linears):
         """Run the linear modules gate and up on x. Their backward adds both gradients of x in one
         tensor; autograd would write two, and their sum to a third."""
         both = (gate, up)
-        if not all(self.adds and self._may(m, x) and m.bias is None for m in both):
+        if not all(self.adds and self._may_replace(m, x) and m.bias is None for m in both):
             return gate(x), up(x)
         out: tuple[Tensor, Tensor] = _Pair.apply(x, gate.weight, up.weight, self)
         return out
@@ -311,12 +311,12 @@ class AccumulatingLinears(Linears):
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
         """Run the MLP's last linear module. If no instruction reads the layer's output, as when the
         layer runs again only for its backward, skip the product and return NaN."""
-        if not (self.unread and self._may(down, gate)):
+        if not (self.unread and self._may_replace(down, gate)):
             return Linears.last(self, down, gate, up, act)
         # 29% fewer products in a 7B layer; the backward of the gate computes act(gate) * up.
         return _Unread.apply(gate, up, down.weight, down.bias, act, self)
 
-    def _may(self, module: nn.Module, x: Tensor) -> bool:
+    def _may_replace(self, module: nn.Module, x: Tensor) -> bool:
         """Return whether a module's forward may be replaced: it has no hooks, and its forward is
         that of nn.Linear or the replacement here."""
         forward = module.__dict__.get("forward")
@@ -326,7 +326,7 @@ class AccumulatingLinears(Linears):
         return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
-        """Add dout.T @ x to a weight's gradient sum; if not `adds`, give it to autograd instead."""
+        """Add dout.T @ x to a weight's gradient sum or, without `adds`, return it to autograd."""
         if not self.adds:
             return dout.t() @ x
         assert self.gradients is not None, "no step runs"

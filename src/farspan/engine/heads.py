@@ -69,7 +69,7 @@ _EXACT = 2**24  # whole numbers up to it are exact in float32
 
 
 def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Return whether results are equal, those in floating point up to rounding."""
+    """Return whether a tensor equals the expected one, in floating point up to rounding."""
     if not found.is_floating_point():
         return torch.equal(found, expected)
     limit = torch.finfo(found.dtype).eps ** 0.5 * (1 + expected.abs())
@@ -126,7 +126,7 @@ class FromLogits(LogProbs):
         return [out[0] for out in rows]
 
     def unpacked(self, values: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the columns [B, T, k] as outputs [B, T, ...] in their dtypes."""
+        """Split values [B, T, k] into the function's outputs [B, T, ...], in their own dtypes."""
         found, column = [], 0
         for like in self.outputs:
             width = like[0].numel()
@@ -138,7 +138,7 @@ class FromLogits(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """Head that computes values for each token by a function, for a loss of the caller."""
+    """Head that computes values for each token by `function`; the caller makes a loss of them."""
 
     stages: CausalLMStages
     function: LogProbs | HeadFunction

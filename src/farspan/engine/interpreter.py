@@ -138,7 +138,7 @@ class TiledLayers(Layers):
 
 
 def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Add nothing over ranks: a custom head is not sharded, and the caller takes its sums."""
+    """Leave a custom head's sums as they are: its caller adds them over ranks."""
 
 
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.
@@ -265,7 +265,7 @@ class Interpreter:
         return now.loss
 
     def complete_routers(self) -> None:
-        """Add up what routers counted in the forward, over the ranks of the sequence."""
+        """Sum over the ranks of a sequence what its routers have counted in the forward."""
         routers, sharded = self.inputs.routers, self.sharded_model
         if routers is not None:
             peers = None if sharded is None else sharded.ranks.among(*SEQUENCE, "pipeline")

@@ -419,8 +419,8 @@ def refuse_cublas(device: torch.device) -> None:
 
 
 def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
-    """Return the token counts of whole chunks and of a shorter last chunk; for chunks of more than
-    `most` tokens, those of the parts of at most `most` tokens that one attention call takes."""
+    """Return the lengths of a program's attention calls, in tokens: that of a whole chunk, and of a
+    shorter last one. A chunk longer than `most` is cut into parts of `most` tokens and a rest."""
     ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
     found = {length for length in ends if length <= most}
     for length in ends - found:

@@ -41,7 +41,7 @@ class StepInputs:
 
     @property
     def place(self) -> Draws | None:
-        """Random draws, told for which tokens modules are called next; None if none needs them."""
+        """Note of the tokens on which modules run next, for dropout and routers; or None."""
         return self.draws if self.routers is None else self.routers.place
 
     @property
@@ -274,7 +274,7 @@ class LossHead:
         return (self.smoothing * (of_label - rows.mean(1, dtype=wide))).where(known, 0)
 
     def _smooth(self, rows: Tensor, targets: Tensor) -> None:
-        """Add `_smoother`'s gradient, over the loss's count, to the logits' gradient, in place."""
+        """Add label smoothing's gradient, divided by `count`, to the logits' gradient in place."""
         known = (targets != IGNORED)[:, None].to(rows.dtype) * (self.smoothing / self.count)
         rows.sub_(known / rows.shape[1])
         rows.scatter_add_(1, targets.clamp(min=0)[:, None], known)
@@ -319,7 +319,7 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Add storages that autograd saves in the body to `storages`: they must not be overwritten."""
+    """Collect the storages that autograd saves in the body: they must not be overwritten."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

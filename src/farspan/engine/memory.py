@@ -173,7 +173,7 @@ def estimate_memory(
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """Raise `refuse_too_large`'s errors if a lower bound, which needs no profile, does not fit."""
+    """Refuse a step if even a lower bound of its memory, known without a profile, does not fit."""
     program = step.program(batch, tokens)
     static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
@@ -231,7 +231,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """Return a lower bound of the bytes of a chunk's graphs, from layers' saved activations."""
+    """Return the least bytes of a chunk's graphs: the activations that its layers save."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]

@@ -90,8 +90,8 @@ GLANCE = Effort(
 
 @dataclass(slots=True)
 class Bench:
-    """Timer of calls on one device. `looks` has the fastest time of each call in each pass, by the
-    field of the machine file that the call measures and by the call's size."""
+    """Timer of calls on one device. `looks` has each call's fastest time in every pass, in seconds,
+    by the machine file's field that the call measures and the call's size."""
 
     device: torch.device
     effort: Effort
@@ -128,8 +128,8 @@ class Bench:
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """Return 2 * short - long, in seconds: as `short` halves all other work of `long`, the time
-        that stays the same. Both are the fastest of runs by turns."""
+        """Return the seconds that two calls share, 2 * short - long: all other work of `short` is
+        half that of `long`. Each time is the fastest of several, run by turns."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)
@@ -296,8 +296,8 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
 
 
 def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> float:
-    """Return the seconds of softmax per query, key and head, recorded for the field `name`: from
-    the times of attention with whole and with half head width."""
+    """Measure the seconds of softmax per query, key and head, recorded for the field `name`: the
+    part of attention's time that heads of half the width do not halve."""
     tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
     wide, narrow = (
         attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)

@@ -151,8 +151,8 @@ _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
 def inside(model: nn.Module) -> Look:
-    """Return a description by which to compare models. It omits what trainers and loaders set on
-    the whole model, such as a `forward` or device map, but no numbers, such as a logit scale."""
+    """Return a model's fingerprint without what trainers and loaders set on the whole model, such
+    as a `forward` or device map; but numbers stay, such as a logit scale. Ranks compare it."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -201,8 +201,8 @@ def _text_of(value: object) -> str:
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Return texts and tensors by which ranks compare a function and the values that it refers to,
-    except weights of `model`. The name of each begins with `name`."""
+    """Return, by names that begin with `name`, texts and tensors by which ranks compare a function
+    and the values that it refers to, except weights of `model`."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):
@@ -341,7 +341,7 @@ def _inspect(
 def _inspected(
     ranks: ParallelContext, stages: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """Return what `inspect` returns, after ranks have compared models. Raises UnsupportedError."""
+    """Have ranks compare their models, then run `inspect`. Raises UnsupportedError."""
     with ranks.agreement("parallelize: comparing the models") as same:
         same.add({"model": described(inside(stages.model), stages)})
         same.add(weight_facts(stages.model))

@@ -76,7 +76,7 @@ class PreparedModel:
     _accepted: set[bool] = field(default_factory=set)  # whether it may be trained, and evaluated
 
     def accept(self, *, trains: bool) -> None:
-        """Raise UnsupportedError if the model cannot be trained or evaluated, as `trains` says."""
+        """Raise UnsupportedError if the model cannot be trained or, without `trains`, evaluated."""
         if trains in self._accepted:
             return
         model = self.stages.model
@@ -88,7 +88,7 @@ class PreparedModel:
         self._accepted.add(trains)
 
     def compare(self, same: Agreement) -> None:
-        """Have ranks compare the model's description, buffers and, if no update runs, weights."""
+        """Have ranks compare the model, its buffers and, unless an optimizer runs, its weights."""
         if self.sharded is not None:
             same.add({"model": self._described})
             idle = self.weights is None or not self.weights.is_updating()
@@ -266,8 +266,8 @@ class Preparations:
     _kept: list[PreparedModel] = field(default_factory=list)
 
     def keep_whole(self) -> None:
-        """Make each rank of `whole_on`, if given, keep all weights, and sum gradients over these
-        ranks, all of which call this."""
+        """Make the ranks `whole_on`, if given, keep all weights each and sum gradients among
+        themselves. All of them call this."""
         if self.whole_on is not None:
             keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
             self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
@@ -296,7 +296,7 @@ class Preparations:
 
     def accept(self, *, trains: bool) -> PreparedModel:
         """Return the prepared model, prepared again if it has changed. Raises UnsupportedError if
-        it cannot be prepared or, as `trains` says, trained or evaluated."""
+        it cannot be prepared and trained or, without `trains`, evaluated."""
         was = self.now
         seen = _look_at(self.model, was.stages, self.sharded)
         if self.sharded is not None:

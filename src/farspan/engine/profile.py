@@ -185,7 +185,7 @@ class _Way:
         return form(**asdict(self))
 
     def lengths(self) -> Lengths:
-        """Return lengths to measure cells at: (tokens,), or for tiles (tokens of chunk, tile)."""
+        """Return the lengths to measure: (tokens,) or, for tiles, (chunk's tokens, tile's)."""
         return CHUNKS_AND_PIECES if self.tiled else tuple((c,) for c in LENGTHS)
 
     def layers(self, measured: _Subject, layer: int, tile: Sequence[int]) -> Layers:
@@ -257,7 +257,7 @@ def _set_sums(parameters: Sequence[nn.Parameter], *, exist: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Runs of one cell at several lengths; `attended` is the bytes of O and LSE per token."""
+    """Measured runs of one cell, one for each length. `attended`: bytes of O and LSE per token."""
 
     lengths: Lengths
     runs: Sequence[_Run]
@@ -551,7 +551,7 @@ class _Outside:
         piece: int = 1,
         fresh: Sequence[nn.Parameter] = (),
     ) -> CellPass:
-        """Run and measure an instruction that must allocate gradient sums for `fresh`, too."""
+        """Measure an instruction that also allocates the gradient sums of parameters `fresh`."""
         measured = self.measured
         _set_sums(self.parameters, exist=True)
         _set_sums(fresh, exist=False)
@@ -576,7 +576,7 @@ class _Outside:
         return CellTape(meter).read()
 
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
-        """Return the head's peak bytes, by the tokens of a chunk and of a piece of logits."""
+        """Return the head's peak bytes as functions of a chunk's and a logits piece's tokens."""
         passes = [
             self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
             for tokens, piece in CHUNKS_AND_PIECES

@@ -82,7 +82,6 @@ class Meter(Recorder):
 
 
 def _traffic(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operation reads and writes."""
     if name in NO_TRAFFIC:
         return 0
     outs, given = list(_tensors([out])), list(_tensors(args))
@@ -174,7 +173,7 @@ class MarkedKernels(AttentionKernels):
 
 
 class MarkedPrefix(KVPrefix):
-    """K, V of earlier chunks that record when attention has ended."""
+    """K, V of earlier chunks, with a mark in the meter's record when attention has ended."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -244,8 +243,8 @@ class SparedLayers(Layers):
 
 @dataclass(slots=True)
 class CellPass:
-    """Measurements of a cell's forward or backward: `marks` has the bytes alive at each named mark
-    in the run; `moments` has those after each allocation between a mark and the next."""
+    """Measurements of a cell's forward or backward, by names of marks in its run: the bytes alive
+    at each mark (`marks`), and after each allocation from there to the next mark (`moments`)."""
 
     moments: dict[str, list[int]]
     marks: dict[str, int]
@@ -254,7 +253,7 @@ class CellPass:
 
 @dataclass(slots=True)
 class CellTape:
-    """Reader of the meter's record; each `read` returns the events since the last one."""
+    """Reader of a meter's record; each `read` returns what was recorded since the last `read`."""
 
     meter: Meter
     live: int = 0
@@ -284,9 +283,9 @@ Lengths = Sequence[tuple[int, ...]]
 
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
-    """Return constant and slopes of the linear function that gives these sizes at these lengths. A
-    length is (tokens,) or, for two slopes, (tokens of chunk, tokens of piece); each differs from
-    the length before it in one number."""
+    """Fit a linear function to sizes measured at some lengths; return its constant, then its
+    slopes. A length is (tokens,) or, for two slopes, (tokens of a chunk, tokens of a piece). Each
+    length differs from the one before it in one number."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]
@@ -297,9 +296,9 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
 
 
 def peak_of(lengths: Lengths, passes: Sequence[list[int]]) -> Peak:
-    """Return functions of length (`line_of`) whose maximum is the peak: one per allocation, or only
-    one, of the peaks, if runs differ in the number of allocations. Functions that fall as pieces
-    grow stem from a shorter last piece and are left out: whole pieces need more."""
+    """Return functions of length (`line_of`) whose maximum is the peak bytes: one per allocation,
+    or a single one of the peaks if runs differ in their number of allocations. Functions that fall
+    as pieces grow come from a shorter last piece, and are left out: whole pieces need more."""
     if len({len(moments) for moments in passes}) == 1:
         lines = (line_of(lengths, sizes) for sizes in zip(*passes, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)

@@ -132,7 +132,7 @@ class Function:
     dtype: torch.dtype  # of the step
 
     def exact(self) -> Attention:
-        """Return the float64 reference's attention; `again`, called later, may use its pages."""
+        """Return the float64 reference's attention; `again` may later reuse pages it chooses."""
         return reference
 
     def again(self) -> Attention:
@@ -148,7 +148,7 @@ class Function:
         return None
 
     def rule(self) -> str:
-        """Return what sparse attention adds to the text that explains an error limit."""
+        """Return what an error limit's explanation says of sparse attention; empty if dense."""
         return ""
 
     def approximation(self, *_: Any, **__: Any) -> Approximation | None:

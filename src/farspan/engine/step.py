@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 
 class _OfPart(Generic[Value]):
-    """Descriptor that reads and writes an attribute of a step's part, such as `runner.progress`."""
+    """Descriptor of an attribute that a part of the step has, such as `runner.progress`."""
 
     def __init__(self, path: str) -> None:
         self._found = attrgetter(path)

@@ -117,7 +117,8 @@ class _StreamedUnit:
 
 class StreamedWeights:
     """Weights of a model in main memory, copied to the device layer by layer. Unit l is layer l,
-    the last unit all modules outside. The first step with gradients allocates their memory."""
+    the last unit all modules outside. Memory for gradients is allocated by the first step that has
+    them."""
 
     def __init__(self, stages: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Move the model to main memory, in place; steps compute on the device of `stages`. Raises
@@ -215,7 +216,7 @@ class StreamedWeights:
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """Return `spec` with the true number and bytes of each layer's weights on this stage."""
+        """Return `spec` with the true number and bytes of the weights in this stage's layers."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
@@ -240,8 +241,8 @@ class StreamedWeights:
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
     def norms(self) -> dict[int, Tensor]:
-        """Return norms of gradients, by the id of the user's parameter, that the device computed in
-        the latest step: for parameters whose `.grad` is still that step's sum."""
+        """Return the norms of gradients that the device computed in the latest step, by the id of
+        the user's parameter. They exclude parameters whose `.grad` is no longer that step's sum."""
         return {
             id(p.own): p.norm
             for p in self._all()
@@ -354,8 +355,8 @@ class StreamedWeights:
     def reduce(
         self, program: Program, group: int, sums: GradientAccumulator, sharded: ShardedParameters
     ) -> None:
-        """Add the gradient sums of a group over ranks, in the order of ranks, then add `.grad` if
-        it has the dtype of the sums. No copy may read or write the sums meanwhile."""
+        """Sum a group's gradients over ranks, in the order of ranks, and add `.grad` if it has the
+        dtype of the sums. No copy may read or write the sums meanwhile."""
         outer = [len(self._units) - 1] * program.closes_outer(group)
         for unit in (*range(*program.groups[group]), *outer):
             own = {p.own: p for p in self._units[unit].parameters if p.trained}
@@ -406,7 +407,7 @@ class StreamedWeights:
         return self._received
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
-        """Return trained parameters outside the layers: those in slots, not the user's own."""
+        """Return trained parameters outside the layers, as steps use them: those in slots."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:

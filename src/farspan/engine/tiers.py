@@ -188,7 +188,6 @@ def allocate_pinned(size: int) -> Tensor:
 
 
 def _give_back_pinned() -> None:
-    """Free the unused pinned memory that torch has cached."""
     empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
     (empty or torch.accelerator.empty_host_cache)()
 
@@ -307,7 +306,7 @@ class CopyEngine:
         self.evicted += values.nbytes
 
     def note(self, target: Tensor, source: Tensor) -> None:
-        """Copy a tensor within the device on the fetch stream, after the fetches issued so far."""
+        """Copy a tensor within the device, on the fetch stream: after the fetches issued so far."""
         with self.on(Lane.FETCH):
             target.copy_(source)
 
@@ -369,7 +368,7 @@ class CopyEngine:
         return event
 
     def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
-        """Make later work on a lane wait for an event, if any. `_hazard` tells tests why."""
+        """Make later work on a lane wait for an event, if any. `_hazard` (why) is for tests."""
         if self.overlap and event is not None:
             self._stream(lane).wait_event(event)
 
@@ -392,13 +391,13 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Return whether each `whole` adjacent elements of these rows can be viewed as one."""
+    """Return whether each `whole` adjacent elements of a row can be viewed as a larger one."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
 def launch_rows(kernel: Any, target: Tensor, source: Tensor, rows: Tensor) -> None:
-    """Launch kernel `take_rows` or `add_rows`; `rows` index the tensor that has more rows."""
+    """Launch kernel `take_rows` or `add_rows`; `rows` has each row's index in the larger tensor."""
     width = target.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * target.element_size()))

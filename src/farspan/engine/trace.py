@@ -122,8 +122,8 @@ NO_TEMPORARIES, ALL_TEMPORARIES = Temporaries(frozenset()), Temporaries(frozense
 
 
 def _flash_backward(func: Any, args: Sequence[Any]) -> Iterator[int]:
-    """Yield the bytes of each block that a flash attention backward, `func`, allocates internally.
-    It takes dout, q, k first, with heads before tokens if it is SDPA's."""
+    """Yield the bytes of each block that a flash attention backward allocates internally. `func`
+    takes dout, q, k first; if it is SDPA's, these have heads before tokens."""
     q: Tensor = args[1]
     k: Tensor = args[2]
     heads_first = func is not aten._flash_attention_backward.default
@@ -181,7 +181,7 @@ class Recorder(UncompiledMode):
                 self.lasting.add(self._born(storage))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Treat tensors made in a step, such as optimizer states, as outside any step."""
+        """Treat a step's tensors that outlive it, such as optimizer states, as outside any step."""
         for tensor in tensors:
             death = self._alive.get(tensor.untyped_storage()._cdata)
             if death is not None and death.tensor is not None:
@@ -299,7 +299,7 @@ def _returns_new(func: Any) -> bool:
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append all that an operation's result depends on to `key`; False if a tensor has data."""
+    """Append to `key` what decides a meta operation's result; False if a tensor has data."""
     for value in values:
         if isinstance(value, Tensor):
             if not value.is_meta:

@@ -154,10 +154,10 @@ class OverlappedUlysses:
         of_keys: OfKeys,
         at_hand: tuple[Tensor, Tensor] | None,
     ) -> tuple[OfKeys, Attended, Tensor]:
-        """Attend to one piece of this rank's heads after another. Return q, k, v of this rank's
-        heads, their (out, lse), and out of all heads for this rank's tokens. `at_hand` are k, v of
-        this rank's heads if they need no exchange. `attend` gets a piece's q, k, v, earlier keys
-        and query heads."""
+        """Attend to this rank's heads piece by piece while other pieces travel. Return (q, k, v)
+        and (out, lse) of this rank's heads, and out of all heads for this rank's tokens. `at_hand`
+        has k, v of this rank's heads if they need no exchange. `attend` gets (q, k, v) of a piece,
+        the earlier keys of its heads, and its range of query heads."""
         q, k, v = of_keys
         travel = (k, v) if at_hand is None else ()
         coming = [self._to_heads(piece, q, *travel) for piece in self.pieces]
@@ -186,7 +186,7 @@ class OverlappedUlysses:
         finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq, dk, dv of all heads for this rank's tokens, and dsinks of this rank's heads.
-        Before dk, dv of a range of K, V heads are sent, `finish` adds later chunks' parts."""
+        `finish` adds later chunks' parts to dk, dv of a range of heads before these are sent."""
         coming = [self._to_heads(piece, dout) for piece in self.pieces]
         leaving: list[Coming] = []
         sums = dout, dout  # placeholders: the first piece sets them

@@ -1,4 +1,4 @@
-"""Compute values for each token by a head, in a forward that waits for its backward."""
+"""Compute values for each token by a head; their forward waits until a loss has a gradient."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -137,8 +137,8 @@ class OpenForward:
     gradients: GradientAccumulator = field(init=False)
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """Run the forward and return the values, [B, T, k], and the routers' loss, equal on all
-        ranks of a sequence. They have a graph if the program has a backward."""
+        """Run the forward; return the values, [B, T, k], and the routers' losses, equal on all
+        ranks of a sequence. Both have a graph if the program has a backward."""
         program = self.ready[1].program
         with self._begun():
             self.interpreter.run(self._orders(), program.cut or None)

@@ -76,10 +76,10 @@ Errors = dict[str, float]  # relative, by a parameter's name
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """Relative L2 error of a parameter's gradient against the float64 reference, or the median over
-    parameters with one name in all layers (`layers.*.q_proj.weight`). Below float64 there are
-    several runs: it is the error of that with the least ratio to plain autograd's error or, if the
-    model chooses experts, the root mean square of all."""
+    """Relative L2 error of a gradient against the float64 reference: of one parameter, or the
+    median over the parameters of one name in all layers (`layers.*.q_proj.weight`). Of several runs
+    (below float64) it is the error in the run with the least ratio to plain autograd's error or, if
+    the model chooses experts, the root mean square over runs."""
 
     name: str
     error: float
@@ -147,8 +147,8 @@ def _factors(spreads: Errors, runs: int) -> Errors:
 
 
 def exactly(errors: Errors, moved: list[Errors]) -> Judged:
-    """Compare the errors of a float64 step with their limits. `moved` are the reference's own
-    changes in runs that round differently; it is empty if all errors are within `EXACT`."""
+    """Compare a float64 step's errors with their limits. `moved` has the changes of the reference
+    itself in runs that round differently; it is empty if all errors are within `EXACT`."""
     rule = f"relative L2 error <= {EXACT:g}, float64 throughout"
     limits = dict.fromkeys(errors, EXACT)
     if moved:
@@ -199,7 +199,8 @@ def _ratio(step: float, plain: float) -> float:
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
     """Return, by name, the standard deviation over runs of the logarithm of plain autograd's error.
-    Runs are few: variances are averaged over layers, and none is below the median over names."""
+    Runs are few: variances are averaged over layers, and raised to the median over names at
+    least."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
         for name, names in groups.items()
@@ -498,9 +499,8 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """Return the relative difference between the loss by the model's own attention and the
-    reference's. None below float32, and for packed documents: some models' own attention does not
-    keep documents apart."""
+    """Return the relative difference between the reference's loss and the loss by the model's own
+    attention. None below float32, and for packed documents, which some models do not keep apart."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
         return None

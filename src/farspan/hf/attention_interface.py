@@ -34,7 +34,7 @@ _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=
 
 
 def _outside_layers(module: nn.Module, *_: Any, **__: Any) -> Tensor:
-    """Raise UnsupportedError for an attention call from outside the layers, which were replaced."""
+    """Raise UnsupportedError for an attention call by a layer that others had replaced."""
     raise UnsupportedError(
         f"model: {type(module).__name__} attended although other modules had replaced its layers, "
         "so something outside the decoder's list of layers still holds them, such as a wrapper "
@@ -72,8 +72,8 @@ def _attention(
 
 
 def _chunked(module: nn.Module) -> dict[str, Any]:
-    """Return the keywords of chunked attention for a layer that has it. transformers writes it into
-    the mask alone, and names its layers and their length in the configuration."""
+    """Return the keywords of chunked attention for a layer that has it: the configuration names
+    these layers and their chunk's length, which transformers itself passes on in the mask alone."""
     config: Any = getattr(module, "config", None)
     index, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
     if not kinds or index is None or kinds[index] != "chunked_attention":
@@ -98,7 +98,7 @@ class FirstPositions:
         return -1 - torch.arange(self.positions.shape[1], device=self.positions.device)
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return k and v; the attention call that follows scales its queries."""
+        """Return k and v unchanged, and have the attention call that follows scale its queries."""
         _first_positions.set(self)
         return k, v
 
@@ -147,8 +147,8 @@ def attended(
 
 @contextmanager
 def answering(attention: Attention) -> Iterator[None]:
-    """Inside the context, `attention` computes the attention calls of models whose calls `routed`
-    has sent to farspan."""
+    """Inside the context, compute attention by `attention` in all models that `routed` has sent to
+    farspan."""
     token = _active.set(attention)
     try:
         yield

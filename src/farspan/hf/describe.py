@@ -136,8 +136,8 @@ def _with_saved_bytes(layer: _Measured) -> LayerSpec:
 
 
 def _saved_per_token(layer: _Measured, batch: int) -> tuple[int, int, bool]:
-    """Return the bytes that a layer saves per token and the constant bytes per sequence, from
-    measurements at two lengths, and whether it saves its input."""
+    """Measure what a layer saves at two lengths: return bytes per token, constant bytes per
+    sequence, and whether it saves its input."""
     low, high = SCANNED if layer.spec.state else SIZES
     few, many = (_saved(layer, batch, tokens) for tokens in (low, high))
     slope = -(-(many.bytes - few.bytes) // (batch * (high - low)))

@@ -74,10 +74,10 @@ class Numbers:
         return of_tokens, _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
 
     def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
-        """Yield (index, numbers, scratch) for each piece of x [batch, tokens, features], some
-        tokens of one sequence: the piece's index in x, its random numbers (int32), and scratch
-        memory of the same size, both overwritten by the next piece. On the meta device nothing is
-        yielded, but memory is allocated."""
+        """Cut x [batch, tokens, features] into pieces, each some tokens of one sequence. Yield, for
+        each, (index, numbers, scratch): its index in x, its random numbers (int32), and scratch
+        memory of the same size; the next piece overwrites both. On the meta device yield nothing,
+        but allocate memory."""
         batch, tokens, features = x.shape
         memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
         of_tokens, f = self.words(x)

@@ -178,9 +178,9 @@ class _ModelWalk:
         return Same(value, kind.__qualname__)
 
     def _queue(self, value: Any, name: object) -> None:
-        """Queue an object for the traversal, under the name of the attribute that first led to it,
-        if it is a module, a configuration, or any object that a module holds. Other objects inside
-        such an object are not visited, but compared by identity."""
+        """Queue an object for the traversal if it is a module, a configuration, or an object that a
+        module holds. It is named by the attribute that first led to it. Other objects, which
+        anything else holds, are compared by identity."""
         if id(value) in self._seen or not hasattr(value, "__dict__"):
             return
         other = self._inside and not type(value).__module__.startswith("torch.")
@@ -221,8 +221,8 @@ def _called_by(method: FunctionType) -> list[Any]:
 
 
 def _tensor(x: Tensor) -> Same:
-    """Return a reference to a tensor that is unequal once the tensor is edited. A write in place,
-    seen by the version counter, edits a buffer, but not a parameter, which every update writes."""
+    """Return a reference to a tensor, unequal once the tensor is edited. Writing in place (a new
+    version) edits a buffer, but not a parameter, to which every update writes."""
     text = x.dtype, tuple(x.shape), x.requires_grad
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version

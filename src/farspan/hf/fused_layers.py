@@ -51,8 +51,8 @@ PLAIN = Linears()
 
 
 def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
-    """Return a shallow copy (a shell) of a module whose submodules have the forwards of the first
-    rules that match them. Returns the module itself if no rule matches any module in it."""
+    """Return a shell (shallow copy) of a module, in which each submodule runs the forward given by
+    the first rule that matches it. Returns the module itself if no rule matches anything in it."""
     rules = tuple(rules)
     # A parametrized module has its own class, which is not copied. A forward set on the module
     # itself calls its own children.

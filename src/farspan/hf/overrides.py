@@ -148,7 +148,7 @@ def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) 
 
 
 def _text_part(config: PretrainedConfig) -> str | None:
-    """Return the field with the text model's configuration; None if `config` is that itself."""
+    """Return the field of the text model's configuration; None if `config` is that itself."""
     text = config.get_text_config()
     for name in () if text is config else config.sub_configs:
         part = getattr(config, name, None)
@@ -169,9 +169,9 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 
 
 def _is_read(config: PretrainedConfig, name: str) -> bool:
-    """Return whether a model family reads a field that its configuration does not declare: its
-    causal model does by getattr (Qwen3-MoE reads head_dim), or its configuration class takes it
-    from the file (Gemma3's makes layer_types from sliding_window_pattern)."""
+    """Return whether a model family reads a field that its configuration does not declare. Its
+    causal model may read it by getattr (Qwen3-MoE: head_dim), or its configuration class may take
+    it from the file (Gemma3's makes layer_types from sliding_window_pattern)."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     quoted = rf"""["']{re.escape(name)}["']"""
     asks = rf"getattr\(\s*(self\.)?config,\s*{quoted}"

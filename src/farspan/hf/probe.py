@@ -95,8 +95,8 @@ class _NoChance(UncompiledMode):
         return out
 
     def _compared(self, func: Any, args: tuple[Any, ...], index: int, kwargs: Any) -> Any:
-        """Return the result of comparing a drawn number, the same whatever number is drawn. Raises
-        UnsupportedError if it differs between the ends of the number's range."""
+        """Return the result of comparing a drawn number with a value. Raises UnsupportedError if
+        the result depends on the number: it is computed for both ends of the number's range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
         ends = (torch.full_like(args[index], end) for end in _ENDS)
@@ -535,7 +535,7 @@ def _with_gradient(
     hidden: Tensor,
     cuts: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor]:
-    """Return a recurrent layer's output, run on token ranges `cuts`, and its input's gradient."""
+    """Run a recurrent layer on token ranges `cuts`; return its output and its input's gradient."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
     # Eager experts depend on values: only experts with tokens run.

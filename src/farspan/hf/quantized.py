@@ -118,8 +118,8 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
-    """Return the input and output width of each linear module in a layer that is or could be
-    packed, that is, all but adapters."""
+    """Return (input width, output width) of each linear module in a layer that is packed or could
+    be: all but adapters."""
     found: list[tuple[int, int]] = []
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:
@@ -165,7 +165,7 @@ def empty_parts(weight: nn.Parameter, device: torch.device) -> list[Tensor]:
 
 
 def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter of a weight's class on a device; its `parts_of` have no elements."""
+    """Return a parameter of a weight's class on a device, whose tensors have no elements."""
     empty = empty_parts(weight, device)
     state = copy.copy(_state(weight))
     if state is None:

@@ -126,8 +126,8 @@ def recorded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def balance_loss(routers: Routers, seen: list[Tensor]) -> Tensor:
-    """Return the load-balancing loss, times its coefficient, of the logits in `seen` all at once,
-    to check `RouterLoss`."""
+    """Compute the load-balancing loss, times its coefficient, from all logits in `seen` at once, to
+    check `RouterLoss`."""
     logits = torch.cat(seen)
     normal = logits.to(accumulate_dtype(logits.dtype)).softmax(-1)
     chosen = nn.functional.one_hot(logits.topk(routers.top_k, -1).indices, routers.experts)

@@ -78,7 +78,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _is_object(call: LayerCall, name: str) -> bool:
-    """Return whether a keyword's value is an object: not None, a tensor or a number."""
+    """Return whether a keyword's value is an object: neither None nor a tensor nor a number."""
     return not isinstance(call.keywords.get(name), Tensor | bool | int | float | None)
 
 
@@ -285,8 +285,8 @@ class CausalLMStages:
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
-        """Return, for each layer, the names of the arguments that pass a cache. They differ by
-        family and release, and are None with use_cache=False and objects with True."""
+        """Return, for each layer, the names of the arguments that pass a cache, which vary by
+        family: they are None with use_cache=False and objects with True."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
@@ -325,9 +325,9 @@ class CausalLMStages:
         )
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
-        """Return the result of `run(in_tuples)`: whether stand-ins for layers return tuples, as
-        Bamba's layers do, or a hidden state alone, as most do. Tries the latter first, and keeps to
-        tuples from then on if only these work."""
+        """Return the result of `run(in_tuples)`, which puts stand-ins in the layers' places. They
+        return the hidden state alone, as most layers do, or in a tuple, as Bamba's. Tries the
+        first, then tuples; if only tuples work, later calls try no other."""
         if self._in_tuples:
             return run(True)
         try:
@@ -424,8 +424,8 @@ class CausalLMStages:
     def _with_layers(
         self, layers: nn.ModuleList, shell: Callable[[Any, dict[str, nn.Module]], nn.Module]
     ) -> dict[str, nn.Module]:
-        """Return the child of the decoder, by name, that holds its layers, with `layers` in their
-        place; `shell` copies the modules between."""
+        """Return {name: module} of the decoder's child that holds the layers, with `layers` in
+        their place. `shell` copies the modules between decoder and layers."""
         inner: nn.Module = layers
         name = self._layers_name.rpartition(".")[2]
         for path, holder in reversed(self._holders().items()):
@@ -433,8 +433,8 @@ class CausalLMStages:
         return {name: inner}
 
     def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
-        """Return a copy of a module around the layers with children replaced: those in `inside` by
-        name, the others by the copies of `run_in`."""
+        """Copy a module around the layers with other children: those in `inside`, by name, and for
+        the rest the copies of `run_in`."""
         children = module.named_children()
         return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 

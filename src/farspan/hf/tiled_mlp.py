@@ -199,8 +199,8 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """Return, by layer, the children that probably may run on tiles, for a model without values,
-    where no proof is possible. A child's output that autograd saves counts as `needed`."""
+    """Return, by layer, the children that probably may run on tiles of tokens. A model without
+    values allows no proof: a child counts as `needed` if autograd saves its output."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:
@@ -283,8 +283,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Return the children worth tiling (`worth`), each with whether some gradient depends on
-        its output's values. Raises UnsupportedError if tiles change a gradient."""
+        """Return, for each child worth tiling (`worth`), whether some gradient depends on the
+        values of its output. Raises UnsupportedError if tiles change a gradient."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []

@@ -313,7 +313,7 @@ def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 
 def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
     """Return the longest document in tokens, None without a limit: max_position_embeddings, or more
-    if RoPE is stretched, as by yarn. For a model, as opposed to a configuration, this counts only
+    if RoPE is stretched, as by yarn. In a model (not a mere configuration) stretching counts only
     if the model's frequencies are those of its configuration."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)

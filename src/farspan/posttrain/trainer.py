@@ -245,8 +245,8 @@ class LongContext:
         return step(*batch, trained_tokens=max(1, trained), **how).detach()
 
     def _routing(self, inputs: Mapping[str, Any], share: float) -> dict[str, Any]:
-        """Return the arguments of a step that add this share of the model's router losses. A
-        Trainer that smooths labels computes the loss itself, without them."""
+        """Return the arguments by which a step adds this share of the model's router losses; 0 if
+        the Trainer smooths labels, since it then computes the loss itself, without them."""
         if self._farspan().prepared_model.routers is None:
             return {}
         mask = inputs.get("attention_mask")
@@ -321,9 +321,9 @@ class LongContext:
             self._preprocess, self.preprocess_logits_for_metrics = None, function
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
-        """Return the loss of the Trainer's own method, with a reference model's log-probabilities
-        computed first: TRL computes them between the policy's forward and backward, which would
-        overwrite saved activations in the memory that both models share, and repeat the forward."""
+        """Return the loss of the Trainer's own method, but first compute a reference model's
+        log-probabilities. TRL would do so between the policy's forward and backward, overwrite
+        activations in the memory that both models share, and so repeat the forward."""
         compute = super().compute_loss  # type: ignore[misc]
         names = next(
             (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()
@@ -531,8 +531,8 @@ class _Forward:
         step_of: Callable[..., Step],
         beside: "list[_Forward]",
     ) -> None:
-        """Replace the forward of `model`. `beside` lists the replacements in all models of the
-        Trainer: their steps use the same memory, one after the other."""
+        """Replace the forward of `model`. `beside` lists the replacements for all models of the
+        Trainer, whose steps use the same memory in turn."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._own = base.forward
         self._function = getattr(self._own, "__func__", None)

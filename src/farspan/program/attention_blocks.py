@@ -126,7 +126,7 @@ def document_runs(starts: Sequence[int], q_start: int, q_stop: int) -> tuple[Run
 
 
 def _cut_runs(runs: Sequence[Run], window: int) -> tuple[Run, ...]:
-    """Cut runs where their documents have a multiple of `window` tokens."""
+    """Cut runs at each multiple of `window` tokens from their documents' beginnings."""
     return tuple(
         Run(max(start, run.start), min(start + window, run.stop), start)
         for run in runs
@@ -431,8 +431,8 @@ def layer_blocks(
     document_starts: Sequence[tuple[Run, ...]] | None = None,
     held: Held | None = None,
 ) -> tuple[Block, ...]:
-    """Return the blocks of a layer's attention for queries [q[0], q[1]) of `batch` rows; see
-    `plan_held_blocks` for the other arguments."""
+    """Return the blocks of a layer's attention for queries [q[0], q[1]) of `batch` rows. Other
+    arguments are as in `plan_held_blocks`."""
     if not layer.chunked or layer.window is None:
         return plan_held_blocks(*q, kv_block, layer.window, document_starts, held)
     rows = [(Run(*q, 0),)] * batch if document_starts is None else document_starts
@@ -472,8 +472,8 @@ def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
 def _in_window(
     block: Block, held: Held, pieces: Sequence[_Piece], kv_block: int
 ) -> Iterator[Block]:
-    """Yield blocks of a windowed block's keys that a rank holds: first, by held range, of the keys
-    that only some queries see, then of the keys that all queries see."""
+    """Yield blocks of the keys in a windowed block that a rank holds: first of the keys that only
+    some of its queries see, by held range, then of the keys that all of them see."""
     assert block.window is not None, block
     by_all = max(block.k_start, min(block.k_stop, block.q_stop - block.window))
     for piece in _between_held(pieces, block.k_start, by_all):
@@ -495,7 +495,7 @@ def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
 
 
 def _to_rows(block: Block, shift: int) -> Block:
-    """Return a block of one held range, renumbered as `Block` describes."""
+    """Renumber a block of one held range by the rank's rows of keys, as `Block` describes."""
     keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
     if not block.causal and block.window is None:
         return keys
@@ -557,9 +557,9 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
 
 
 def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Return the number of earlier rows of K, V that a chunk's queries need, each counted once,
-    though the few that two blocks share at a window's edge are read twice. A recurrent layer needs
-    the rows of the chunk before, which hold its state."""
+    """Return the number of earlier rows of K, V that a chunk's queries need. Each row counts once,
+    although two blocks at a window's edge both read a few. A recurrent layer needs the previous
+    chunk's rows, which hold its state."""
     start, stop = program.chunks[chunk]
     if layer.state:
         return start - program.chunks[chunk - 1][0] if chunk else 0

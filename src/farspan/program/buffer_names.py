@@ -1,4 +1,4 @@
-"""Names of buffers. A slot is a buffer for any layer or chunk, which lives for the whole program.
+"""Names of buffers. A slot is a buffer that lives for the whole program, for any layer or chunk.
 
 Slots form rings, whose members are used in turn: while one is in use, the next is filled or the
 last one is emptied.
@@ -51,7 +51,7 @@ def attention_open(layer: int) -> str:
 
 def attention_slots(widest: int) -> tuple[str, ...]:
     """Return the names of `widest` + 1 device buffers for O, LSE, used in turn: a chunk's graphs
-    refer to one per layer of its group (at most `widest`); the next chunk needs one more."""
+    keep one per layer of its group (at most `widest`) in use, so the next chunk needs one more."""
     return tuple(f"attention.slot.{place}" for place in range(widest + 1))
 
 

@@ -1,6 +1,6 @@
-"""Buffers that each instruction reads and writes, and earlier instructions that it must wait for;
-also outputs of layers that no instruction reads, and cells whose token-wise modules run on tiles.
-The work of an instruction is spread over three queues, the lanes:
+"""Find the buffers that each instruction of a program reads and writes, and what it must wait for.
+Also find layers' outputs that nothing reads, and cells whose token-wise modules run on tiles. The
+work of an instruction is spread over three queues, the lanes:
 
     compute     cells, head, embedding, loads and stores of x, clearing
     fetch       host to device
@@ -367,10 +367,9 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Derivation:
-    """Derivation of waits, instruction by instruction, without those that other waits imply.
-    `known[x][y]` is the latest instruction of lane y that lane x has waited for, directly or
-    through other lanes; `then[x][i]` is what `known[x]` was when lane x had finished its part of
-    instruction i."""
+    """Derivation of each instruction's waits, without those that other waits imply. `known[x][y]`
+    is the latest instruction of lane y that lane x has waited for, directly or through other lanes.
+    `then[x][i]` is `known[x]` at the time when lane x had finished its part of instruction i."""
 
     program: Program
     hazards: frozenset[Hazard]
@@ -407,7 +406,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Advance `after`, by lane, to the latest instructions that one access must wait for."""
+        """Advance `after` (by lane) to the latest instructions that this access must wait for."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]

@@ -98,9 +98,9 @@ def most_units_of(far: Far) -> int:
 
 
 def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[str, int]:
-    """Return the bytes of each part of a buffer for a slab, a block of gathered pages: the pages'
-    numbers, the page that each entry of the choice means, the tokens' rows in the layer's buffer,
-    K, V, and in a backward sums of dK, dV."""
+    """Return the bytes of each part of a buffer for a slab, a block of gathered pages. The parts:
+    the pages' numbers; for each entry of the choice its page in the slab; for each token its row in
+    the layer's buffer; K; V; in a backward also sums of dK and dV."""
     tokens = units * far.page
     parts = {
         "numbers": 3 * INDEX * units,

@@ -231,9 +231,9 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with the `row` of recurrent states set: elements per token, enough for the
-    rows of any chunk but the last to hold a whole state. Raises UnsupportedError for a chunk of one
-    token, which recurrent layers treat as generation."""
+    """Return the model with the `row` of recurrent states set: elements per token, so many that the
+    rows of any chunk but the last have room for a whole state. Raises UnsupportedError for a chunk
+    of one token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
@@ -266,7 +266,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A rank's part of every chunk."""
+    """A rank's part of every chunk: positions in the sequence, and rows in a buffer."""
 
     ranges: tuple[Range, ...]  # positions in the sequence
     rows: tuple[Range, ...]  # rows in a buffer that holds the parts of all chunks
@@ -324,8 +324,8 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
 
 def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
     """Return the rows that a rank reserves for each chunk's saved activations: an equal share of
-    the chunk's tokens, rounded up. That is enough for the rank's own tokens with all heads, and for
-    the rank's heads of other ranks' tokens, which take no more."""
+    the chunk's tokens, rounded up. That is enough for all heads of the rank's own tokens, and for
+    the rank's own heads of all tokens."""
     sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
@@ -348,8 +348,8 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """Return the model with larger activations if Ulysses exchanges heads: cells then save
-    attention's output by heads and also by tokens, as the output projection reads it."""
+    """Return the model as ranks that exchange heads run it (Ulysses). Its activations are larger:
+    cells save attention's output by heads and, as the output projection reads it, by tokens."""
     if layout.ulysses == 1:
         return model
     layers = (
@@ -436,9 +436,9 @@ Given = Parallel | Auto | None  # `parallel` of a run file
 
 
 def check_ranks(parallel: Given, ranks: int | None) -> Given:
-    """Return a run file's `parallel`, in which a null `data` becomes the number of replicas that
-    the started `ranks` make (None: no launcher). Raises UnsupportedError if the axes need another
-    number of ranks."""
+    """Check a run file's `parallel` against the number of started ranks (None: no launcher). Return
+    it with a null `data` replaced by the number of replicas. Raises UnsupportedError if the axes
+    need another number of ranks."""
     if isinstance(parallel, Parallel):
         try:
             return replace(parallel, data=parallel.layout(ranks or 1).data)

@@ -107,8 +107,8 @@ class Ledger:
         cell_bytes: int,
         cell_row: int = 0,
     ) -> None:
-        """Open a buffer of raw bytes with room for what the layer's cells of the chunks `cells`
-        save, on the schedule's tier for this kind of tensor. `Buffer` explains `cell_row`."""
+        """Open a buffer of raw bytes for what the layer's cells save for the chunks `cells`. It is
+        on the schedule's tier for this kind of tensor. `Buffer` explains `cell_row`."""
         tier = RESIDENCY[kind].tier_of(self.schedule)
         rows = rows_of(self.share, kind)[cells.start : cells.stop]
         start, stop = (rows[0][0], rows[-1][1]) if rows else (0, 0)
@@ -173,7 +173,7 @@ class Ledger:
         return ring[turn % len(ring)]
 
     def few(self, ring: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the buffers of a ring (used in turn), at most as many as there are chunks."""
+        """Return the first buffers of a ring (used in turn): no more than there are chunks."""
         return ring[: len(self.chunks)]
 
     def free(self, name: str) -> None:

@@ -95,7 +95,7 @@ class Group:
                 fetched[index % 2] = index
 
     def _open_weight_gradients(self) -> None:
-        """If weights are in main memory, fetch the group's gradient sums into device buffers."""
+        """Fetch the group's gradient sums into device buffers, if weights are in main memory."""
         if self.streams:
             if self.stays_open:  # the first group whose backward runs here
                 self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
@@ -192,9 +192,9 @@ class Group:
                 ledger.allocate(name, Kind.ATTENTION, layer, others)
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
-        """Return the bytes of activations that the layer saves for one chunk. If chunks are equal,
-        a shorter last chunk takes as many bytes as others. O and LSE count unless another buffer
-        certainly holds them; the layer's input counts unless it is saved between groups."""
+        """Return the bytes of activations that the layer saves for one chunk; if chunks are equal,
+        a shorter last chunk takes as many. O and LSE count unless another buffer certainly holds
+        them. The layer's input counts unless it is saved between groups."""
         ledger = self.ledger
         start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
@@ -203,7 +203,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """Return the bytes that a token adds to a cell's saved tensors; 0 if chunks are equal."""
+        """Return the bytes per token of a cell's saved tensors; 0 if all cells get equal bytes."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
@@ -303,7 +303,7 @@ class GroupPasses(Group):
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
-        """Emit the instructions that set gradient[top + 1] to the gradient of the group's output,
+        """Emit the instructions that get the gradient of the group's output: gradient[top + 1],
         from which the backward of `top`, the group's last layer, starts."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))

@@ -378,8 +378,8 @@ def activation_cell_bytes(
     with_attention: bool,
     sharers: int = 1,
 ) -> int:
-    """Return the bytes of activations that one cell saves, without K and V. O and LSE, if included,
-    have the heads of all `sharers` ranks; `layer` has those of one rank."""
+    """Return the bytes of activations that one cell saves, without K and V. `layer` has the heads
+    of one rank; O and LSE, if included, have those of all `sharers` ranks."""
     row = activation_row_bytes(model, layer, with_attention, sharers)
     # A recurrent layer's constant is the rounding of its scan and its states, per sequence.
     constant = layer.activation_constant * (batch if layer.state else 1)
@@ -395,8 +395,8 @@ def activation_row_bytes(
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Return the bytes of each cell's saved tensors in a buffer, by chunk: they shrink by
-    `cell_row` for each token that a chunk is shorter than the first."""
+    """Return the bytes of each cell's saved tensors in a buffer, by chunk. The first takes
+    `cell_bytes`; a chunk that is shorter by n tokens takes n * `cell_row` bytes fewer."""
     lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 
