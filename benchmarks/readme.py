@@ -51,7 +51,7 @@ WAYS: dict[str, tuple[Record, ...]] = {
 
 
 def asked(model: str, options: Record, machine: str, context: int = LEAST) -> Question | None:
-    """The question; None where farspan has no such way, such as four bits on several devices."""
+    """The question; None where farspan has no such way."""
     try:
         places: Record = {"optimizer": "adamw", "weights": "device"} | options
         return Request(model, context, **places, **MACHINES[machine]).question()

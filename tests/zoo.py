@@ -163,6 +163,15 @@ FURTHER: dict[str, Family] = {
     "bert": Family(
         {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     ),
+    "roberta": Family(  # positions begin after the padding token's id, which no test draws
+        {
+            "is_decoder": True,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "vocab_size": VOCAB + 1,
+            "pad_token_id": VOCAB,
+        }
+    ),
     "bitnet": Family(),
     "cohere2_moe": Family({**EXPERTS, **SLIDING}),
     "cwm": Family(SLIDING),

@@ -9,6 +9,7 @@ from peft import get_peft_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.engine.step import Step
+from farspan.hf.unsupported import context_limit
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.zoo import COMMON, DEEPSEEK, make_model
@@ -75,7 +76,6 @@ DECODER = "is the decoder of an encoder-decoder model (model.decoder.layers.0.en
 ELSEWHERE = "computes attention, or a recurrence, in code of its own"
 TWICE = "called the attention interface 4 times for 2 layers, 2 of which attend"
 READS = "attends to later tokens (is_decoder is false in its configuration)"
-PADDING = "numbers positions from 1 on, after its padding token's id"
 REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", INDEXED, INDEXER),
     ("dots3_note_text", INDEXED, INDEXER),
@@ -84,7 +84,6 @@ REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, "changes its input embeddings"),
     ("bart", BART, DECODER),
     ("bert", {}, READS),
-    ("roberta", {"is_decoder": True}, PADDING),
     ("diffllama", {}, TWICE),
     ("zaya", {}, "passes a layer more than the hidden state of the layer before"),
 ]
@@ -106,6 +105,19 @@ class TestReasons:
             Step(build(kind, fields), Schedule(chunk=16))
         assert words in str(caught.value)
         assert "Error:" not in str(caught.value)
+
+    @pytest.mark.usefixtures("float64_throughout")
+    def test_positions_behind_padding(self) -> None:
+        """RoBERTa's begin after its padding token's id, and leave padding out."""
+        model, data = make_model("roberta"), draw(37, batch=2, documents=3)
+        assert_close(run_step(model, Schedule(chunk=7), data), run_oracle(model, data))
+        padding = model.config.pad_token_id
+        assert context_limit(model) == model.config.max_position_embeddings - padding - 1
+        data.input_ids[:, -2:] = padding
+        run_step(model, Schedule(chunk=7), data)
+        data.input_ids[0, 5] = padding
+        with pytest.raises(UnsupportedError, match="a document goes on after padding"):
+            run_step(model, Schedule(chunk=7), data)
 
     def test_a_head_of_another_dtype(self) -> None:
         """Plain transformers fails, too."""

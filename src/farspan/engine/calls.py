@@ -16,7 +16,7 @@ from farspan.engine.preparation import Preparations, PreparedModel
 from farspan.engine.runner import PreparedProgram, Runner
 from farspan.hf.dropout import Draws
 from farspan.hf.routers import RouterLoss
-from farspan.hf.unsupported import refuse_context
+from farspan.hf.unsupported import refuse_context, refuse_padding_inside
 from farspan.lazy import load
 from farspan.planner.request import Plan
 from farspan.program.strategies import AUTO
@@ -275,6 +275,8 @@ def inputs_of(
     longest = int(inputs.position_ids.max()) + 1
     if model.limit is not None and longest > model.limit:
         refuse_context(model.stages.model, longest)
+    if model.stages.first_position:
+        refuse_padding_inside(model.stages.model, inputs.input_ids, inputs.position_ids)
     same.figures = [longest, inputs.trained]
     return inputs
 

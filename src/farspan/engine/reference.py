@@ -74,7 +74,8 @@ def reference_logits(
         return attended(own, q, k, v, scale, keywords, document_ids=documents)
 
     def logits_of(ids: Tensor, positions: Tensor) -> Tensor:
-        return stages.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        places = positions + stages.first_position
+        return stages.model(input_ids=ids, position_ids=places, use_cache=False).logits
 
     with routed(stages.model), answering(attention):
         logits = logits_of(input_ids, batch.position_ids)

@@ -164,6 +164,8 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
     stages.settle(TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, stages.vocab, (1, TOKENS), generator=generator).to(stages.device)
+    if stages.first_position:  # no padding: its id is one less
+        ids = ids.masked_fill(ids == stages.first_position - 1, stages.first_position)
     hidden = torch.randn(1, TOKENS, stages.width, generator=generator).to(stages.device)
     with uncompiled(), _NoChance():
         with watching_masks(stages.model) as windows:

@@ -26,6 +26,7 @@ from farspan.hf.edits import layer_signature
 from farspan.hf.swap import Module, StandIn, shell_of
 from farspan.hf.unsupported import (
     chooses_by_length,
+    first_position,
     refuse_adapters,
     refuse_cross_attention,
     settled,
@@ -190,6 +191,7 @@ class CausalLMStages:
         self.decoder, self._layers_name = _decoder_of(inner)
         self.layers = cast(nn.ModuleList, self.decoder.get_submodule(self._layers_name))
         self._path = _path_to(inner, self.decoder)
+        self.first_position = first_position(inner)
         self.scales = [position_scale(layer) for layer in self.layers]
         self._by_length = chooses_by_length(inner.config)
         self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
@@ -273,6 +275,7 @@ class CausalLMStages:
         return {"inputs_embeds": blank.expand(shape), "position_ids": position_ids}
 
     def _record(self, **inputs: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        inputs["position_ids"] = inputs["position_ids"] + self.first_position
         record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
         assert record.hidden is not None
         if self._caches is None:

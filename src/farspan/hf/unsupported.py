@@ -98,15 +98,9 @@ def refuse_cross_attention(model: PreTrainedModel) -> None:
 
 def _refuse_modules(model: PreTrainedModel) -> None:
     refuse_cross_attention(model)
-    name, words = type(model).__name__, model.get_input_embeddings()
+    name = type(model).__name__
     for path, module in text_modules(model):
         last = path.rpartition(".")[2]
-        padding = getattr(module, "padding_idx", None)
-        if last == "position_embeddings" and padding is not None and module is not words:
-            raise UnsupportedError(
-                f"model: {name} numbers positions from {padding + 1} on, after its padding token's "
-                "id, and leaves out padding; expected positions that begin with 0"
-            )
         if last == "indexer" and list(module.parameters()):
             raise UnsupportedError(
                 f"model: {name} attends to the tokens that {path} chooses, and does not pass "
@@ -311,6 +305,31 @@ def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
     }
 
 
+def first_position(model: PreTrainedModel) -> int:
+    """Return the number of a document's first position: 0, or behind the padding token's id in
+    models like RoBERTa, whose position embeddings have a row for padding."""
+    words = model.get_input_embeddings()
+    for path, module in text_modules(model):
+        if not isinstance(module, nn.Embedding) or module is words or module.padding_idx is None:
+            continue
+        if path.endswith("position_embeddings"):
+            return int(module.padding_idx) + 1
+    return 0
+
+
+def refuse_padding_inside(model: PreTrainedModel, input_ids: Tensor, positions: Tensor) -> None:
+    """Raise UnsupportedError if a token follows padding in its document, [B, T], in a model whose
+    `first_position` is not 0: such a model leaves padding out when it numbers positions."""
+    padding = input_ids == first_position(model) - 1
+    inside = padding[:, :-1] & ~padding[:, 1:] & (positions[:, 1:] > 0)
+    if bool(inside.any()):
+        raise UnsupportedError(
+            f"input_ids: a document goes on after padding (id {first_position(model) - 1}), which "
+            f"{type(model).__name__} leaves out of its positions; give padding at a document's "
+            "end, or document_ids of its own"
+        )
+
+
 def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
     """Return the longest document in tokens, None without a limit: max_position_embeddings, or more
     if RoPE is stretched, as by yarn. In a model (not a mere configuration) stretching counts only
@@ -320,6 +339,7 @@ def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
     if limit is None:
         return None
     made = model if isinstance(model, PreTrainedModel) else None
+    limit -= 0 if made is None else first_position(made)
     reached = [_reach(config, kind, limit, made) for kind in _far_kinds(config)]
     return min(reached, default=int(limit))
 
