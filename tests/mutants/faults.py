@@ -652,6 +652,12 @@ RANKS = (
 
 SPARSE = (
     Fault(
+        "sparse: a rank has the index of its neighbour's heads",
+        "x.chunk(ranks)[number] for x in (self.queries, self.keys)",
+        "x.chunk(ranks)[number - 1] for x in (self.queries, self.keys)",
+        ("tests/sparse/test_index.py::test_ranks_choose_as_one_does",),
+    ),
+    Fault(
         "sparse: a page of the document before is chosen",
         "return (pages < self.first[..., None]).unsqueeze(1)",
         "return (pages < self.first[..., None] - 1).unsqueeze(1)",
