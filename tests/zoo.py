@@ -366,6 +366,7 @@ RECURRENT: dict[str, Family] = {
     "lfm2_moe": Family({**SHORT, **SMALL_EXPERTS, "num_dense_layers": 1}),
     "mamba": Family({"state_size": 8, "time_step_rank": 4}),
     "mamba2": Family({**SCAN, "state_size": 8, "num_heads": 4, "head_dim": 16}),
+    "minimax": Family({**LOCAL_EXPERTS, **ALTERNATELY, "block_size": 4}),
     "nemotron_h": Family(
         {
             **SCAN,
@@ -378,6 +379,13 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "olmo_hybrid": Family({**ALTERNATELY, **DELTA}),
+    "recurrent_gemma": Family(
+        {
+            "lru_width": 32,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        }
+    ),
     "qwen3_5_moe_text": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
     "qwen3_5_text": Family({**ALTERNATELY, **DELTA}),
     "qwen3_next": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
