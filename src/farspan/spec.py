@@ -255,12 +255,17 @@ class ModelSpec:
     parameters: int = 0  # elements of all weights
     trainable: int = 0  # elements that receive a gradient
     routers: bool = False  # the loss has a part of its routers, which choose experts
+    carried: int = 0  # elements of a token that layers pass on besides the hidden state
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""
         if loss.is_cut:
             return Cut.AFTER_HEAD
         return Cut.AFTER_LAYERS if self.routers else Cut.NONE
+
+    def passed(self) -> int:
+        """Return the number of elements of a token that a layer passes on to the next."""
+        return self.hidden + self.carried
 
     def is_recurrent(self) -> bool:
         return any(layer.state for layer in self.layers)
