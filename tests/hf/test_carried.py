@@ -29,6 +29,7 @@ SCHEDULES = {
     "streamed": STREAMED,
     "weights": replace(KEPT, weights=Tier.HOST, kv=Tier.HOST),
     "kv kept": replace(KEPT, kv_kept=True, attention_open=True),
+    "tiles": replace(PLAIN, mlp_chunk_size=5),
     "sparse": replace(PLAIN, sparse=Sparse(page=4, budget=64, recent=0, sinks=0)),
 }
 LAYOUTS = {
