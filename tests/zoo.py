@@ -319,6 +319,7 @@ RECURRENT: dict[str, Family] = {
             "qk_head_dim": 12,
         }
     ),
+    "falcon_mamba": Family({"state_size": 8, "time_step_rank": 4}),
     "granitemoehybrid": Family(
         {
             **LOCAL_EXPERTS,
@@ -329,6 +330,17 @@ RECURRENT: dict[str, Family] = {
             "mamba_d_state": 8,
             "mamba_chunk_size": 16,
             "shared_intermediate_size": 16,
+        }
+    ),
+    "jamba": Family(
+        {
+            **EXPERTS,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "expert_layer_offset": 0,
+            "expert_layer_period": 2,
         }
     ),
     "kimi_linear": Family(
@@ -352,6 +364,7 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "lfm2_moe": Family({**SHORT, **SMALL_EXPERTS, "num_dense_layers": 1}),
+    "mamba": Family({"state_size": 8, "time_step_rank": 4}),
     "mamba2": Family({**SCAN, "state_size": 8, "num_heads": 4, "head_dim": 16}),
     "nemotron_h": Family(
         {

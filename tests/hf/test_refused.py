@@ -68,7 +68,6 @@ class TestModels:
             ("bloom", {}, OTHERWISE),
             *((kind, CODE, OTHERWISE) for kind in ("gptj", "codegen") if OWN_ATTENTION),
             ("gpt_neo", NEO, OTHERWISE),
-            ("mamba", {"state_size": 4}, "does not continue from the state recurrent.0"),
             ("recurrent_gemma", GRIFFIN, "layer 0 of .* mixes tokens"),
         ],
     )

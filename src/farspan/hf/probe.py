@@ -523,8 +523,8 @@ def _refuse_other_gradients(
     shapes = [(0, TOKENS)], list(pairwise(PIECES))
     whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
     error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
-    # Jamba's scans do not continue from their states: that shows by 3e-7 in outputs of a model with
-    # fresh weights, and more in gradients.
+    # A scan that begins anew shows by 3e-7 in outputs of a Jamba with fresh weights, and more in
+    # gradients.
     if not error <= LOST:
         raise UnsupportedError(_differs(stages, index, error, "the states it hands on"))
 

@@ -5,18 +5,23 @@ convolution's last inputs, a recurrence's state. `RecurrentStates` replaces that
 and one piece of a sequence. No tensor changes in place, so gradients flow from the states after a
 piece back to the states before it. Families of transformers 5.17 call the cache's layers, those of
 5.23 the cache; both interfaces exist here.
+
+Scans of Mamba 1 always begin with a state of zeros. `continued` adds the effect of the given state
+to their results, which are linear in it.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farspan.hf.stages import LayerCall, run_layer
+from farspan.hf.swap import Part, forwards, put_in
 from farspan.spec import StateTensor, UnsupportedError
 
 CONV, RECURRENT = "conv", "recurrent"
@@ -138,9 +143,10 @@ def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: Recurre
     treat a single token after others as generation, with code that changes states in place and
     rounds differently. So such a token runs as two, with a copy after it: the states after it are
     not valid, and `call` must be for 2 tokens (see `takes_two`)."""
-    if not takes_two(hidden.shape[1], states.before):
-        return run_layer(layer, hidden, with_states(call, states))
-    return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
+    with put_in(continued(layer, states.before)):
+        if not takes_two(hidden.shape[1], states.before):
+            return run_layer(layer, hidden, with_states(call, states))
+        return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
 
 
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
@@ -169,3 +175,85 @@ def zero_states(
         s.name: torch.zeros(batch, *s.shape, dtype=state_dtype(s, dtype), device=device)
         for s in spec
     }
+
+
+# -- scans that begin with zeros ----------------------------------------------------------------
+
+SCAN = "mamba_selective_scan"  # in transformers 5.16 to 5.24; Mamba 2's has another signature
+
+
+def continued(layer: nn.Module, before: Mapping[str, Tensor]) -> Iterator[Part]:
+    """Yield forwards for the Mamba 1 mixers in a layer, for `put_in`, whose scans begin with the
+    given states."""
+    if f"{RECURRENT}.0" not in before:
+        return
+    state = before[f"{RECURRENT}.0"]
+    for module in layer.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        scan = getattr(forward, "__globals__", {}).get(SCAN)
+        if scan is None or SCAN not in forward.__code__.co_names:
+            continue
+        # Zamba scans its heads one after another, [B, heads, channels, N]; others have one scan.
+        heads = state.unbind(1) if state.ndim == 4 else (state,)
+        own = {**forward.__globals__, SCAN: _continued_scan(scan, iter(heads))}
+        copied = FunctionType(forward.__code__, own, closure=forward.__closure__)
+        copied.__defaults__, copied.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+        yield from forwards({module: MethodType(copied, module)})
+
+
+def _continued_scan(scan: Callable[..., Any], states: Iterator[Tensor]) -> Callable[..., Any]:
+    """Return a scan whose calls begin with one of `states` each, [B, channels, N], not zeros."""
+
+    def run(
+        x: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        inwards: Tensor,
+        outwards: Tensor,
+        *,
+        delta_bias: Tensor,
+        z: Tensor,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Scan x and its step sizes, [B, channels, T], with the rates [channels, N] and the
+        projections to and from the state, [B, N, T]."""
+        out, last = scan(x, step, rate, inwards, outwards, delta_bias=delta_bias, z=z, **keywords)
+        passed = nn.functional.softplus(step + delta_bias[:, None]).cumsum(dim=-1)
+        state = next(states).to(passed.dtype)
+        remembered = _Remembered.apply(passed, rate, state, outwards.to(passed.dtype))
+        out = (out + remembered * nn.functional.silu(z)).to(out.dtype)
+        return out, last + (rate * passed[..., -1:]).exp() * state
+
+    return run
+
+
+class _Remembered(torch.autograd.Function):
+    """Part of a Mamba 1 scan's output that stems from the state it begins with, [B, channels, T].
+
+    Of the decayed states, [B, channels, T, N], one of N parts exists at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, passed: Tensor, rate: Tensor, state: Tensor, outwards: Tensor) -> Tensor:
+        """Compute sum_n exp(rate[:, n] passed) state[:, :, n] outwards[:, n]."""
+        ctx.save_for_backward(passed, rate, state, outwards)
+        out = torch.zeros_like(passed)
+        for n in range(rate.shape[1]):
+            decay = (rate[:, n, None] * passed).exp_()
+            out += decay.mul_(state[:, :, n, None]).mul_(outwards[:, n, None])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        passed, rate, state, outwards = ctx.saved_tensors
+        of_passed, of_rate = torch.zeros_like(passed), torch.zeros_like(rate)
+        of_state, of_outwards = torch.zeros_like(state), torch.zeros_like(outwards)
+        for n in range(rate.shape[1]):
+            given = (rate[:, n, None] * passed).exp_().mul_(gradient)
+            of_outwards[:, n] = (given * state[:, :, n, None]).sum(1)
+            given.mul_(outwards[:, n, None])
+            of_state[:, :, n] = given.sum(-1)
+            given.mul_(state[:, :, n, None])
+            of_rate[:, n] = (given * passed).sum((0, 2))
+            of_passed += given.mul_(rate[:, n, None])
+        return of_passed, of_rate, of_state, of_outwards

@@ -101,12 +101,6 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
             "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
             "ranks; use ulysses"
         )
-    indexed = schedule.sparse is not None and schedule.sparse.indexed
-    if indexed and layout.ulysses * layout.tensor > 1:
-        raise UnsupportedError(
-            "sparse.selector: an index maps all heads, which ulysses and tensor spread over ranks; "
-            "use data or pipeline, or another selector"
-        )
     if streams(schedule, layout) and layout.tensor > 1:
         raise UnsupportedError(
             "weights: host without fsdp needs whole weights, but tensor cuts them; set fsdp: true, "

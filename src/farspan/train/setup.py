@@ -59,7 +59,7 @@ from farspan.program.layout import (
     streams,
 )
 from farspan.program.strategies import AUTO
-from farspan.spec import LossKind, Reference, Schedule, Tier, UnsupportedError
+from farspan.spec import LossKind, ModelSpec, Reference, Schedule, Tier, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, StartConfig, StatesPlace
 from farspan.train.context import (
     Components,
@@ -138,9 +138,7 @@ def make_context(
     corpus = _open_data(run, tokenizer(), observer.preparing)
     _check_data(run, corpus, tokenizer(), blank, observer)
     look = cache(partial(_inspected, run, world.device, blank))
-    describe_it = partial(world.run_on_rank0, lambda: look().model)
-    layout = layout_of(run.parallel, world.size, describe_it)
-    world.set_layout(packed_layout(run.parallel, layout) if _is_packed(run, blank) else layout)
+    world.set_layout(_layout_of_run(run, world, blank, lambda: look().model))
     world.refuse_unlike("data", corpus.identity)
     loaded = partial(_load_placed, components=components, world=world, about=about)
     run, placed, model, outside = loaded(run, blank, config, look, observer)
@@ -180,6 +178,14 @@ def make_context(
         index=index,
         outside=outside,
     )
+
+
+def _layout_of_run(
+    run: RunConfig, world: DistributedContext, blank: Any, describe: Callable[[], ModelSpec]
+) -> Layout:
+    """Return how the run's ranks share the work. Four-bit weights stay whole on each rank."""
+    layout = layout_of(run.parallel, world.size, partial(world.run_on_rank0, describe))
+    return packed_layout(run.parallel, layout) if _is_packed(run, blank) else layout
 
 
 def _load_placed(
