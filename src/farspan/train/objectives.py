@@ -177,9 +177,9 @@ class _AnswerLoss(_LogProbLoss):
         rows[known] = table[[numbers[row] for row in known]]
         if rows.isnan().any():
             raise UnsupportedError(
-                f"loss.reference: {self._path} lacks log-probabilities of some answers of this "
-                "step or evaluation: it was computed for the steps, batches and "
-                "evaluation.sequences that the run began with; restore these values, or begin again in another folder"
+                f"loss.reference: {self._path} lacks log-probabilities of some answers: it was "
+                "computed for the steps, batches and evaluation.sequences that the run began with; "
+                "restore these values, or begin again in another folder"
             )
         return rows
 
