@@ -190,7 +190,7 @@ def test_mismatched_answers_follow_other_prompts(tmp_path: Path) -> None:
         found_now = texts(moved, row)
         assert len(found_now) == len(answers) == len(moved.answers[row])
         for place, (text, trained) in enumerate(found_now):
-            prompt = ANSWERS[batch.answers[row][place].number]["prompt"]
+            prompt = str(ANSWERS[batch.answers[row][place].number]["prompt"])
             assert text == f"{prompt}{trained}"
             assert answers[place].startswith(trained)
             lengths[row] += len(prompt) + len(trained.replace("<end>", "$"))

@@ -134,10 +134,9 @@ def test_a_run_has_trl_s_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     logs = [line for line in trainer.state.log_history if "kl" in line]
     theirs = *NAMES[1:4], "rewards/margins"
     for line, other in zip(updates(run), logs, strict=True):
-        found, wanted = (
-            [one[n] for n in names] for one, names in ((line, NAMES[1:]), (other, theirs))
-        )
-        assert_exact(*(torch.tensor(v, dtype=torch.float64) for v in (found, wanted)))
+        found = torch.tensor([line[name] for name in NAMES[1:]], dtype=torch.float64)
+        wanted = torch.tensor([other[name] for name in theirs], dtype=torch.float64)
+        assert_exact(found, wanted)
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)  # of which it logs 4 digits
     assert updates(run)[1]["kl"] > 0
     for name, tensor in weights(run).items():
@@ -155,8 +154,8 @@ def test_references_are_the_same_numbers(tmp_path: Path, reference: str) -> None
     lora = LoraConfig(rank=4) if reference == "adapters-off" else None
     model = ModelConfig(path=str(tmp_path / "base"), dtype=DType.FLOAT64, lora=lora)
     run = kto_run(tmp_path, model=model, steps=3)
-    other = replace(run, folder=str(tmp_path / "other"), loss=of("kto", reference=reference))
-    other = replace(other, loss=replace(run.loss, reference=other.loss.reference))
+    loss = replace(run.objective, reference=Reference(reference))
+    other = replace(run, folder=str(tmp_path / "other"), loss=loss)
     for one in (run, other):
         train(one, reporter=Quiet())
     assert_same_run(other, run)
@@ -181,7 +180,7 @@ def test_an_update_is_one_batch_however_it_is_cut(tmp_path: Path) -> None:
     shared = replace(whole, folder=str(tmp_path / "shared"), parallel=Parallel(ulysses=2))
     apart = replace(whole, folder=str(tmp_path / "apart"), parallel=Parallel(data=2), batch=2)
     stored = replace(apart, folder=str(tmp_path / "stored"))
-    stored = replace(stored, loss=replace(whole.loss, reference=Reference.STORED))
+    stored = replace(stored, loss=replace(whole.objective, reference=Reference.STORED))
     for run in whole, cut:
         train(run, reporter=Quiet())
     run_ranks(2, fit_all, [shared, apart, stored])
