@@ -151,6 +151,11 @@ GEMMA4_31B = {
     "num_global_key_value_heads": 1,
     "use_bidirectional_attention": "vision",
 }
+SHARED_KV = {  # the last two layers attend to keys and values of the first two
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GEMMA4_E2B = {**GEMMA4, **SHARED_KV, "hidden_size_per_layer_input": 6, "use_double_wide_mlp": True}
 GEMMA4_26B = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 
 # Families that are held exact by a test each; those above go through all of them.
@@ -186,6 +191,21 @@ FURTHER: dict[str, Family] = {
     "gemma4_unified_text": Family({**GEMMA4, **GEMMA4_31B}),
     "gemma4_text": Family({**GEMMA4, **GEMMA4_31B}),
     "gemma4_moe": Family({**GEMMA4, **GEMMA4_26B, "moe_intermediate_size": 16}, kind="gemma4_text"),
+    "gemma4_e2b": Family(GEMMA4_E2B, windows=ALTERNATING, kind="gemma4_text"),
+    "gemma4_shared": Family({**GEMMA4, **GEMMA4_31B, **SHARED_KV}, kind="gemma4_unified_text"),
+    "gemma3n_text": Family(
+        {
+            **SLIDING,
+            **SHARED_KV,
+            "intermediate_size": [48] * LAYERS,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB - 8,
+            "altup_num_inputs": 3,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.6, 0.0] * 2,
+        },
+        windows=ALTERNATING,
+    ),
     "glm": Family(),
     "glm4_moe": Family(ROUTED_EXPERTS),
     "glm4_moe_lite": Family({**LATENT, **ROUTED_EXPERTS}),

@@ -131,7 +131,10 @@ def test_bfloat16_is_as_close_as_plain(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", part_of(["mamba", "jamba", "minimax", "recurrent_gemma"], "jamba", "minimax")
+    "name",
+    part_of(
+        ["mamba", "jamba", "minimax", "recurrent_gemma"], "jamba", "minimax", "recurrent_gemma"
+    ),
 )
 def test_states_that_no_cache_takes_go_on_from_a_chunk_and_not_from_a_document(name: str) -> None:
     """transformers' code begins with zeros, which fresh weights of Mamba are small enough to
