@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from farspan.data.config import PAIRED, UNPAIRED
+from farspan.data.config import mismatch
 from farspan.data.corpus import Corpus, OpenedSource, open_corpus, show_sequence
 from farspan.data.token_cache import TokenStore, Watch, unwatched
 from farspan.data.tokenizers import (
@@ -232,7 +232,7 @@ def _check_data(
             f"model: embeds {rows:,} ids, but the tokenizer has {tokenizer.size():,}; the data "
             "uses no others, but text at inference may; model.resize_embeddings: true adds rows"
         )
-    _check_pairs(run, corpus)
+    _check_formats(run, corpus)
     refuse_context(blank, min(run.context, corpus.longest))
 
 
@@ -252,13 +252,11 @@ def _check_window(
             raise UnsupportedError(f"{error} ({place})") from error
 
 
-def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse preference pairs if the loss takes no pairs, and other records if it does."""
-    kind, paired = run.objective.kind, {p.stores[0].middles is not None for p in corpus.parts}
-    if run.objective.paired and paired != {True}:
-        raise UnsupportedError(f"data.format: {UNPAIRED.format(kind)}")
-    if not run.objective.paired and True in paired:
-        raise UnsupportedError(PAIRED.format(kind))
+def _check_formats(run: RunConfig, corpus: Corpus) -> None:
+    """Refuse answers that the loss does not compare, and other records if it compares answers."""
+    formats = {part.opened.config.format for part in corpus.parts}
+    if reason := mismatch(run.objective.kind, formats):
+        raise UnsupportedError(reason)
 
 
 def _load_reference(
