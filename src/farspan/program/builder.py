@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farspan.program import buffer_names as names
-from farspan.program.attention_blocks import refuse_wide_calls, seen_pairs
+from farspan.program.attention_blocks import (
+    refuse_sparse_states,
+    refuse_wide_calls,
+    seen_pairs,
+)
 from farspan.program.far_sizes import far_of, slot_bytes
 from farspan.program.layout import (
     ONLY,
@@ -91,6 +95,7 @@ def _ledger(
     walked: Sequence[int] | None = None,
 ) -> Ledger:
     refuse_wide_calls(model, run)
+    refuse_sparse_states(model, schedule)
     if chunks is None:
         chunks = chunks_of(model, run.tokens, schedule, rank.layout)
     return Ledger(

@@ -90,12 +90,13 @@ def _x(model: ModelSpec, _: LayerSpec, batch: int) -> list[RowTensor]:
 
 
 def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
-    """Return the tensors K, V of an attention layer, or the states of a recurrent layer."""
-    if layer.state:
-        wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
-        return [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
+    """Return the tensors K, V of an attention layer, and the states of a recurrent layer."""
+    wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
+    states = [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
+    if states and not layer.attends():
+        return states
     key, value = (batch, layer.kv_heads, layer.head_dim), (batch, layer.kv_heads, layer.value_dim)
-    return [RowTensor("k", key), RowTensor("v", value)]
+    return [RowTensor("k", key), RowTensor("v", value), *states]
 
 
 def _dkv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
