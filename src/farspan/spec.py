@@ -211,6 +211,23 @@ class StateTensor:
     row: int = 0  # elements per token of a chunk's rows, which hold it; 0: no chunks are known
 
 
+SCORES = 1 << 28  # bytes of the scores that an indexer computes at one time
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Sizes of a layer's indexer, by which each query chooses the tokens that it attends to."""
+
+    heads: int
+    dim: int  # of a token's index key, which all heads share
+    tokens: int  # that a query chooses
+    wide: bool = False  # index keys have the accumulate dtype
+
+    def piece(self, tokens: int) -> int:
+        """Return how many queries are scored at one time against this many tokens."""
+        return max(1, SCORES // (4 * self.heads * tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Sizes of one decoder layer that decide memory and the time of attention. A layer without
@@ -230,6 +247,7 @@ class LayerSpec:
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
     work: LayerWork = LayerWork()
     state: tuple[StateTensor, ...] = ()  # read by every cell, in every attention mode
+    index: Index | None = None  # a query sees the tokens that the layer's indexer chooses
 
     def attends(self) -> bool:
         return self.query_heads > 0
@@ -237,6 +255,11 @@ class LayerSpec:
     def kv_elements(self) -> int:
         """Return the number of elements of K and V together for one token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def chosen(self, stop: int) -> int:
+        """Return how many tokens each query of a chunk that ends at `stop` chooses; 0 if it sees
+        all."""
+        return 0 if self.index is None or stop <= self.index.tokens else self.index.tokens
 
     def output_elements(self) -> int:
         """Return the number of elements of attention's output for one token."""
