@@ -221,10 +221,11 @@ class Index:
     heads: int
     dim: int  # of a token's index key, which all heads share
     tokens: int  # that a query chooses
+    rotated: int = 0  # elements of an index key that RoPE rotates
     wide: bool = False  # index keys have the accumulate dtype
 
     def piece(self, tokens: int) -> int:
-        """Return how many queries are scored at one time against this many tokens."""
+        """Return how many queries are scored at one time in a sequence of `tokens` tokens."""
         return max(1, SCORES // (4 * self.heads * tokens))
 
 

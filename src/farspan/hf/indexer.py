@@ -78,8 +78,8 @@ class IndexerCall:
 
     @property
     def index(self) -> Index:
-        module = self.module
-        return Index(int(module.n_heads), int(module.head_dim), int(module.index_topk))
+        names = "n_heads", "head_dim", "index_topk", "qk_rope_head_dim"
+        return Index(*(int(getattr(self.module, name, 0)) for name in names))
 
     def keys(self) -> Tensor:
         """Return the chunk's index keys [B, C, D]."""
@@ -105,7 +105,7 @@ class IndexerCall:
         batch, count = self.hidden.shape[:2]
         width = min(self.index.tokens, tokens)
         chosen = torch.empty(batch, count, width, dtype=torch.int32, device=keys.device)
-        size = self.index.piece(keys.shape[1])
+        size = self.index.piece(tokens)
         places = torch.arange(keys.shape[1], device=keys.device)
         for row in range(batch):
             for start in range(0, count, size):

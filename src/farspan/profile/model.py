@@ -6,7 +6,7 @@ The memory of attention depends on the blocks of keys that a chunk sees. Lines l
 `ProfiledCells` adds it: a cell has `at` before attention begins; later lines leave out O and LSE.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from farspan.profile.attention import Call, attention_bytes, chunk_call, sparse_call
@@ -182,6 +182,7 @@ class ProfiledCells:
     sparse: Sparse | None = None
     in_slots: bool = False  # gather chosen pages to slots of the program
     tile: int = 0  # tokens of a tile
+    sequence: int = 0  # tokens of a sequence, if layers choose among these by an indexer
     known: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -241,6 +242,8 @@ class ProfiledCells:
         )
         if self.sparse is not None and spec.window is None:
             call = sparse_call(call, spec, self.sparse, run, kind.tokens, self.in_slots)
+        if spec.index is not None:
+            call = replace(call, sequence=self.sequence, in_slots=self.in_slots)
         return attention_bytes(spec, call, run, kind.tokens, heads_first, kind.chooses)
 
 

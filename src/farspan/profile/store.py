@@ -25,7 +25,7 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
+from farspan.spec import Index, LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 
 PRESETS = Path(__file__).parent / "presets"
 RANKS = 8, 16  # ranks of adapters to measure
@@ -220,7 +220,7 @@ def _measuring() -> str:
 # -- as plain values ----------------------------------------------------------------------------
 
 
-_NEWER = ("chunked",)  # fields of a layer that older profiles do not have
+_NEWER = ("chunked", "index")  # fields of a layer that older profiles do not have
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
@@ -321,7 +321,9 @@ def from_json(value: Mapping[str, Any]) -> ModelProfile:
 def _layer(value: Mapping[str, Any]) -> LayerSpec:
     work = LayerWork(**_tuples(value["work"]))
     state = tuple(StateTensor(**_tuples(tensor)) for tensor in value["state"])
-    return LayerSpec(**{**value, "work": work, "state": state})
+    index = value.get("index")
+    of = {"work": work, "state": state, "index": index and Index(**index)}
+    return LayerSpec(**{**value, **of})
 
 
 def _tuples(value: Any) -> Any:
