@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.dropout import still
-from farspan.hf.indexer import IndexerCall
+from farspan.hf.indexer import IndexerCall, trained_parameters
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
@@ -87,7 +87,7 @@ def _described(
         layers=tuple(layers),
         element_bytes=stages.dtype.itemsize,
         parameters=sum(map(elements, parameters)),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
     )
 
@@ -247,7 +247,7 @@ def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWor
     products += [(w.shape[1], w.shape[2]) for w in stacked for _ in range(active)]
     return LayerWork(
         parameters=sum(map(elements, weights)),
-        trainable=sum(w.numel() for w in weights if w.requires_grad),
+        trainable=sum(w.numel() for w in trained_parameters(layer)),
         products=tuple(products),
         projections=min(PROJECTIONS, len(products)),
         forward_traffic=saved,

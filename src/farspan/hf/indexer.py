@@ -162,6 +162,17 @@ def indexers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_indexer(module)]
 
 
+def indexed_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of parameters in indexers, to which no loss gives a gradient."""
+    return {id(p) for module in indexers_of(model) for p in module.parameters()}
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters to which a step gives gradients."""
+    inside = indexed_parameters(model)
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
+
+
 def _forward(module: nn.Module, choose: Choose, *arguments: Any, **keywords: Any) -> Tensor:
     given = {**dict(zip(_names(module), arguments, strict=False)), **keywords}
     del given[_MASK]

@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from farspan.hf.indexer import is_indexer
+from farspan.hf.indexer import indexed_parameters, is_indexer
 from farspan.hf.swap import shell_of
 from farspan.spec import UnsupportedError
 
@@ -589,6 +589,7 @@ def freeze_unmet(model: PreTrainedModel) -> None:
     """Freeze parameters to which text gives no gradients, so that optimizers hold no states for
     these."""
     met = {id(p) for _, module in text_modules(model) for p in module.parameters()}
+    met -= indexed_parameters(model)
     for parameter in model.parameters():
         if id(parameter) not in met:
             parameter.requires_grad_(False)

@@ -34,7 +34,7 @@ from farspan.program.attention_blocks import (
     overlapping,
 )
 from farspan.program.far_sizes import Far, far_of, most_units_of
-from farspan.spec import Index, LayerSpec, Sparse
+from farspan.spec import LayerSpec, Sparse
 
 
 @dataclass(slots=True)
@@ -73,8 +73,7 @@ def attention_bytes(
     far = call.far if chooses else None
     if far is not None:
         memory.pass_by(fullest_choice_bytes(far))
-    if heads.index is not None and heads.chosen(call.q_start + tokens):
-        _choose(memory, heads.index, call, run, tokens)
+    memory.pass_by(choice_bytes(heads, call, run, tokens))
     found = attend(call, q, k, v, sinks)
     if far is not None:
         memory.pass_by(watch_bytes(far, call.q_start))
@@ -93,10 +92,13 @@ def attention_bytes(
     return forward, memory.peak
 
 
-def _choose(memory: Memory, index: Index, call: Call, run: tuple[int, int], tokens: int) -> None:
-    """Allocate and free what a chunk's indexer does besides the chosen tokens, as
-    `hf.indexer.IndexerCall.choose` and the indexers of transformers do."""
-    batch, width = run
+def choice_bytes(heads: LayerSpec, call: Call, run: tuple[int, int], tokens: int) -> int:
+    """Return the peak bytes of choosing the tokens that a chunk's queries see, without those chosen,
+    as `hf.indexer.IndexerCall.choose` and the indexers of transformers allocate them."""
+    index = heads.index
+    if index is None or not heads.chosen(call.q_start + tokens):
+        return 0
+    memory, (batch, width) = Memory(), run
     stop, wide_scores = call.q_start + tokens, 4
     key = wide(width) if index.wide else width
     own = memory.new((batch, tokens, index.dim), key)
@@ -108,14 +110,14 @@ def _choose(memory: Memory, index: Index, call: Call, run: tuple[int, int], toke
     _seen = memory.new((queries, stop), 1)
     _projected = memory.new((queries, heads, index.dim + index.rotated), width)
     _joined = memory.new((queries, heads, index.dim), width)
-    _of_keys = memory.new((queries, 2 * index.dim + index.rotated), width)
+    _of_keys = memory.new((queries, index.dim + index.rotated), width)
     cast = memory.new((queries, heads, index.dim), wide_scores * (width != wide_scores))
     cast_keys = memory.new((stop, index.dim), wide_scores * (key != wide_scores))
     products = memory.new((queries, heads, stop), wide_scores)
     del cast, cast_keys
     scores = pointwise(products)
-    products = pointwise(scores)
     del products
+    scores = pointwise(scores)
     _weights = memory.new((queries, heads), width + wide_scores)
     sums = memory.new((queries, stop), wide_scores)
     unseen = memory.new((queries, stop), 1)
@@ -123,7 +125,8 @@ def _choose(memory: Memory, index: Index, call: Call, run: tuple[int, int], toke
     del sums, unseen
     rows = memory.new((queries, call.sequence), wide_scores)
     found = memory.new((queries, index.tokens), wide_scores + 8)
-    del masked, rows, found, scores, own
+    del masked, rows, found
+    return memory.peak
 
 
 def sparse_call(

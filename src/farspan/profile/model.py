@@ -9,7 +9,7 @@ The memory of attention depends on the blocks of keys that a chunk sees. Lines l
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from farspan.profile.attention import Call, attention_bytes, chunk_call, sparse_call
+from farspan.profile.attention import Call, attention_bytes, choice_bytes, chunk_call, sparse_call
 from farspan.program.program import AttentionMode, row_bytes
 from farspan.program.residency import Kind
 from farspan.spec import LayerSpec, ModelSpec, Sparse
@@ -206,6 +206,8 @@ class ProfiledCells:
             forward, backward = self._attention(spec, kind, made.heads_first)
         stays = attended if computes and not kind.buffered else 0
         moments = [highest(lines.before, *tokens), highest(lines.after, *tokens) + stays]
+        if kind.graph and spec.index is not None:  # its backward attends to the chosen tokens
+            moments.append(at(lines.at, *tokens) + self._choice(spec, kind))
         if computes:
             moments.append(at(lines.at, *tokens) + forward)
         rise = max(moments)
@@ -237,14 +239,21 @@ class ProfiledCells:
 
     def _attention(self, spec: LayerSpec, kind: CellKind, heads_first: bool) -> tuple[int, int]:
         run = self.batch, self.profile.spec.element_bytes
-        call: Call = chunk_call(
-            spec, self.batch, kind.q_start, kind.q_start + kind.tokens, self.kv_block
-        )
+        call = self._call(spec, kind)
         if self.sparse is not None and spec.window is None:
             call = sparse_call(call, spec, self.sparse, run, kind.tokens, self.in_slots)
-        if spec.index is not None:
-            call = replace(call, sequence=self.sequence, in_slots=self.in_slots)
         return attention_bytes(spec, call, run, kind.tokens, heads_first, kind.chooses)
+
+    def _call(self, spec: LayerSpec, kind: CellKind) -> Call:
+        stop = kind.q_start + kind.tokens
+        call = chunk_call(spec, self.batch, kind.q_start, stop, self.kv_block)
+        if spec.index is None:
+            return call
+        return replace(call, sequence=self.sequence, in_slots=self.in_slots)
+
+    def _choice(self, spec: LayerSpec, kind: CellKind) -> int:
+        run = self.batch, self.profile.spec.element_bytes
+        return choice_bytes(spec, self._call(spec, kind), run, kind.tokens)
 
 
 def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:
