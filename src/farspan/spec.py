@@ -215,7 +215,7 @@ SCORES = 1 << 28  # bytes of the scores that an indexer computes at one time
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class Indexer:
     """Sizes of a layer's indexer, by which each query chooses the tokens that it attends to."""
 
     heads: int
@@ -248,7 +248,7 @@ class LayerSpec:
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
     work: LayerWork = LayerWork()
     state: tuple[StateTensor, ...] = ()  # read by every cell, in every attention mode
-    index: Index | None = None  # a query sees the tokens that the layer's indexer chooses
+    indexer: Indexer | None = None  # a query sees the tokens that the layer's indexer chooses
 
     def attends(self) -> bool:
         return self.query_heads > 0
@@ -260,7 +260,7 @@ class LayerSpec:
     def chosen(self, stop: int) -> int:
         """Return how many tokens each query of a chunk that ends at `stop` chooses; 0 if it sees
         all."""
-        return 0 if self.index is None or stop <= self.index.tokens else self.index.tokens
+        return 0 if self.indexer is None or stop <= self.indexer.tokens else self.indexer.tokens
 
     def output_elements(self) -> int:
         """Return the number of elements of attention's output for one token."""

@@ -20,7 +20,7 @@ the accumulate dtype (`Tiled`).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -178,10 +178,6 @@ class BlockKernel(Protocol):
     def split(self, block: Block) -> tuple[Block, ...]:
         """Divide a block into blocks, each of which the kernel can compute by one call."""
         return (block,)
-
-    def choosing(self, chosen: "Chosen") -> "BlockKernel":
-        """Return a kernel whose queries see the chosen tokens only."""
-        raise NotImplementedError(f"{self} hides no chosen tokens")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
@@ -467,6 +463,14 @@ class Chosen:
         place = place.masked_fill_((place < 0) | (place >= block.keys), block.keys)
         hidden = place.new_ones(*place.shape[:2], block.keys + 1, dtype=torch.bool)
         return hidden.scatter_(2, place, False)[..., :-1]
+
+
+@runtime_checkable
+class ChoosingKernel(Protocol):
+    """A kernel that can hide the tokens that an indexer has not chosen."""
+
+    def choosing(self, chosen: Chosen) -> BlockKernel:
+        """Return a kernel whose queries see the chosen tokens only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.backends import BlockKernel, Chosen
+from farspan.attention.backends import BlockKernel, ChoosingKernel, Chosen
 from farspan.attention.chunk import AttentionCall, attend, attend_backward
 from farspan.attention.far import FarAttention, FarRun
 from farspan.distributed.context import ParallelContext
@@ -320,6 +320,7 @@ class _Attend(torch.autograd.Function):
 def _choosing(call: AttentionCall, chosen: Tensor | None) -> AttentionCall:
     if chosen is None:
         return call
+    assert isinstance(call.kernel, ChoosingKernel), call.kernel
     return replace(call, kernel=call.kernel.choosing(Chosen(chosen, call.q_start)))
 
 
@@ -367,7 +368,7 @@ class AttentionContext:
             far=None if self.far is None else self.far.cell(i),
             graph=i.graph,
         )
-        if (spec := self.program.model.layers[i.layer]).index is not None:
+        if (spec := self.program.model.layers[i.layer]).indexer is not None:
             start, stop = self.program.chunks[i.chunk]
             tokens, begins = self.program.run.tokens, self.documents(i.chunk)
             cell.index = IndexKeys(spec.chosen(stop), start, tokens, begins)

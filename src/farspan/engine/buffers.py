@@ -263,8 +263,8 @@ class KVPrefix:
         return rows["k"], rows["v"]
 
     def index_rows(self) -> Tensor:
-        """Return the index keys [T, B, D] of all T earlier tokens: a view, or a copy of those on the
-        host."""
+        """Return the index keys [T, B, D] of all T earlier tokens: a view, or a copy if they are on
+        the host."""
         storage, span = self.storage, (0, self.before)
         rows = storage.rows(self.keys_in, span, self.layer)[INDEX]
         if not self.on_host(self.keys_in):

@@ -289,7 +289,7 @@ class AttentionKernels:
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         """Return a layer's kernel. Raises UnsupportedError if the chosen kernel cannot run it."""
-        if spec.index is not None:
+        if spec.indexer is not None:
             _refuse_choice(self.choice, "attention to all tokens, not to those of an indexer")
             return Tiled(spec.softcap)
         lengths = None

@@ -211,7 +211,7 @@ class MarkedAttention(ChunkAttention):
     def choose(self, call: IndexerCall) -> Tensor:
         """Compute index keys alone: scores depend on the prefix, as attention's memory does."""
         call.keys()
-        return call.blank(call.index.tokens)
+        return call.blank(call.sizes.tokens)
 
 
 @dataclass

@@ -177,7 +177,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
         return named["out"].transpose(1, 2)
 
     def choose(call: IndexerCall) -> Tensor:
-        return call.blank(call.index.tokens)
+        return call.blank(call.sizes.tokens)
 
     if measured.spec.state:
         states = zero_states(measured.spec.state, batch, stages.dtype, device)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from farspan.hf.swap import Part
-from farspan.spec import Index, UnsupportedError
+from farspan.spec import Indexer, UnsupportedError
 
 # Arguments of the indexers that can run in pieces, besides those of other names that are tensors
 # with tokens second.
@@ -31,7 +31,7 @@ _MASK, _CACHE = "attention_mask", "cache"
 _HOOK = "farspan_indexer"
 
 
-class _Known(Exception):
+class _KeysKnown(Exception):
     """Exception that stops an indexer once its index keys are known."""
 
     def __init__(self, keys: Tensor) -> None:
@@ -47,7 +47,7 @@ class _Keys:
 
     def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
         if self.given is None:
-            raise _Known(keys)
+            raise _KeysKnown(keys)
         return self.given
 
 
@@ -77,23 +77,21 @@ class IndexerCall:
     hidden: Tensor  # [B, C, hidden]
 
     @property
-    def index(self) -> Index:
+    def sizes(self) -> Indexer:
         names = "n_heads", "head_dim", "index_topk", "qk_rope_head_dim"
-        return Index(*(int(getattr(self.module, name, 0)) for name in names))
+        return Indexer(*(int(getattr(self.module, name, 0)) for name in names))
 
     def keys(self) -> Tensor:
         """Return the chunk's index keys [B, C, D]."""
         try:
             self._run(_Keys(), None, self.given)
-        except _Known as found:
+        except _KeysKnown as found:
             return found.keys
         raise UnsupportedError(
             f"model: {type(self.module).__name__} stores no index keys in its cache"
         )
 
-    def choose(
-        self, keys: Tensor, first: int, tokens: int, begins: Tensor | None = None
-    ) -> Tensor:
+    def choose(self, keys: Tensor, first: int, tokens: int, begins: Tensor | None = None) -> Tensor:
         """Return the tokens that the chunk's queries attend to, [B, C, topk] int32.
 
         Args:
@@ -103,9 +101,9 @@ class IndexerCall:
             begins: First token of each query's document, [B or 1, C]; None: the first of the row.
         """
         batch, count = self.hidden.shape[:2]
-        width = min(self.index.tokens, tokens)
+        width = min(self.sizes.tokens, tokens)
         chosen = torch.empty(batch, count, width, dtype=torch.int32, device=keys.device)
-        size = self.index.piece(tokens)
+        size = self.sizes.piece(tokens)
         places = torch.arange(keys.shape[1], device=keys.device)
         for row in range(batch):
             for start in range(0, count, size):
@@ -124,7 +122,7 @@ class IndexerCall:
     def blank(self, tokens: int) -> Tensor:
         """Return a stand-in for the result of `choose`, in which all queries see the first token
         of the sequence."""
-        shape = *self.hidden.shape[:2], min(self.index.tokens, tokens)
+        shape = *self.hidden.shape[:2], min(self.sizes.tokens, tokens)
         return torch.zeros(shape, dtype=torch.int32, device=self.hidden.device)
 
     def _part(self, rows: slice, queries: slice, x: Any) -> Any:

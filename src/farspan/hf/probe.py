@@ -38,7 +38,7 @@ from farspan.hf.indexer import IndexerCall
 from farspan.hf.quantized import copied
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
 from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
-from farspan.spec import Index, LayerSpec, UnsupportedError
+from farspan.spec import Indexer, LayerSpec, UnsupportedError
 
 # Keywords of an attention call that do not change the result, or that farspan supports.
 KNOWN = {
@@ -589,13 +589,13 @@ class ProbeAttention:
     seen: dict[int, LayerSpec] = field(default_factory=dict)
     calls: int = 0
     past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    index: Index | None = None  # of the indexer that chose for the call that follows
+    indexer: Indexer | None = None  # of the indexer that chose for the call that follows
     past_index: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, call: IndexerCall) -> Tensor:
         """Choose from the tokens of the chunks so far."""
         own, layer = call.keys(), self.calls if self.layer is None else self.layer
-        self.index = replace(call.index, wide=own.dtype != call.hidden.dtype)
+        self.indexer = replace(call.sizes, wide=own.dtype != call.hidden.dtype)
         before = self.past_index.get(layer, own[:, :0])
         self.past_index[layer] = torch.cat([before, own], dim=1)
         return call.choose(self.past_index[layer], before.shape[1], TOKENS)
@@ -612,9 +612,9 @@ class ProbeAttention:
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chunked = bool(keywords.get("chunked"))
         self.seen[layer] = LayerSpec(
-            *sizes, window, chunked, sinks is not None, softcap, index=self.index
+            *sizes, window, chunked, sinks is not None, softcap, indexer=self.indexer
         )
-        self.index = None
+        self.indexer = None
         if layer in self.past:
             before = self.past[layer]
             k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))

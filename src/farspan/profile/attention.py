@@ -93,32 +93,32 @@ def attention_bytes(
 
 
 def choice_bytes(heads: LayerSpec, call: Call, run: tuple[int, int], tokens: int) -> int:
-    """Return the peak bytes of choosing the tokens that a chunk's queries see, without those chosen,
+    """Return the peak bytes of choosing the tokens that a chunk's queries see, without the choice,
     as `hf.indexer.IndexerCall.choose` and the indexers of transformers allocate them."""
-    index = heads.index
+    index = heads.indexer
     if index is None or not heads.chosen(call.q_start + tokens):
         return 0
     memory, (batch, width) = Memory(), run
     stop, wide_scores = call.q_start + tokens, 4
     key = wide(width) if index.wide else width
-    own = memory.new((batch, tokens, index.dim), key)
+    _own = memory.new((batch, tokens, index.dim), key)
     fetched = memory.new((batch, call.q_start * call.in_slots, index.dim), key)
     _keys = memory.new((batch, stop, index.dim), key)
     del fetched
     _places = memory.new((stop,), 8)
-    queries, heads = min(tokens, index.piece(call.sequence)), index.heads
+    queries, count = min(tokens, index.piece(call.sequence)), index.heads
     _seen = memory.new((queries, stop), 1)
-    _projected = memory.new((queries, heads, index.dim + index.rotated), width)
-    _joined = memory.new((queries, heads, index.dim), width)
+    _projected = memory.new((queries, count, index.dim + index.rotated), width)
+    _joined = memory.new((queries, count, index.dim), width)
     _of_keys = memory.new((queries, index.dim + index.rotated), width)
-    cast = memory.new((queries, heads, index.dim), wide_scores * (width != wide_scores))
+    cast = memory.new((queries, count, index.dim), wide_scores * (width != wide_scores))
     cast_keys = memory.new((stop, index.dim), wide_scores * (key != wide_scores))
-    products = memory.new((queries, heads, stop), wide_scores)
+    products = memory.new((queries, count, stop), wide_scores)
     del cast, cast_keys
     scores = pointwise(products)
     del products
     scores = pointwise(scores)
-    _weights = memory.new((queries, heads), width + wide_scores)
+    _weights = memory.new((queries, count), width + wide_scores)
     sums = memory.new((queries, stop), wide_scores)
     unseen = memory.new((queries, stop), 1)
     masked = pointwise(sums)
@@ -154,8 +154,8 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 
 def kernel_of(attention: LayerSpec) -> Kernel:
     """Return the memory model of the kernel that `engine.kernels.select_kernel` takes on a CPU."""
-    if attention.index is not None:
-        return TiledSizes(attention.softcap is not None, attention.index.tokens)
+    if attention.indexer is not None:
+        return TiledSizes(attention.softcap is not None, attention.indexer.tokens)
     if attention.softcap is not None:
         return TiledSizes()
     if attention.head_dim == attention.value_dim:

@@ -313,7 +313,7 @@ class TiledSizes:
         return scores, slope
 
     def _hidden(self, memory: Memory, batch: int, tile: Block) -> MetaTensor:
-        """Return a bool mask of the keys that are not chosen, from int64 places of those that are."""
+        """Return a bool mask of keys that are not chosen, from int64 places of those that are."""
         place = memory.new((batch, tile.queries, self.chosen), 8)
         place = pointwise(place)
         after = pointwise(place, width=1)

@@ -206,7 +206,7 @@ class ProfiledCells:
             forward, backward = self._attention(spec, kind, made.heads_first)
         stays = attended if computes and not kind.buffered else 0
         moments = [highest(lines.before, *tokens), highest(lines.after, *tokens) + stays]
-        if kind.graph and spec.index is not None:  # its backward attends to the chosen tokens
+        if kind.graph and spec.indexer is not None:  # its backward attends to the chosen tokens
             moments.append(at(lines.at, *tokens) + self._choice(spec, kind))
         if computes:
             moments.append(at(lines.at, *tokens) + forward)
@@ -247,7 +247,7 @@ class ProfiledCells:
     def _call(self, spec: LayerSpec, kind: CellKind) -> Call:
         stop = kind.q_start + kind.tokens
         call = chunk_call(spec, self.batch, kind.q_start, stop, self.kv_block)
-        if spec.index is None:
+        if spec.indexer is None:
             return call
         return replace(call, sequence=self.sequence, in_slots=self.in_slots)
 

@@ -25,7 +25,7 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
-from farspan.spec import Index, LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
+from farspan.spec import Indexer, LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 
 PRESETS = Path(__file__).parent / "presets"
 RANKS = 8, 16  # ranks of adapters to measure
@@ -220,7 +220,7 @@ def _measuring() -> str:
 # -- as plain values ----------------------------------------------------------------------------
 
 
-_NEWER = ("chunked", "index")  # fields of a layer that older profiles do not have
+_NEWER = ("chunked", "indexer")  # fields of a layer that older profiles do not have
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
@@ -321,8 +321,8 @@ def from_json(value: Mapping[str, Any]) -> ModelProfile:
 def _layer(value: Mapping[str, Any]) -> LayerSpec:
     work = LayerWork(**_tuples(value["work"]))
     state = tuple(StateTensor(**_tuples(tensor)) for tensor in value["state"])
-    index = value.get("index")
-    of = {"work": work, "state": state, "index": index and Index(**index)}
+    indexer = value.get("indexer")
+    of = {"work": work, "state": state, "indexer": indexer and Indexer(**indexer)}
     return LayerSpec(**{**value, **of})
 
 

@@ -97,7 +97,9 @@ def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
         wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
         return [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
     key, value = (batch, layer.kv_heads, layer.head_dim), (batch, layer.kv_heads, layer.value_dim)
-    index = [RowTensor(INDEX, (batch, layer.index.dim), layer.index.wide)] if layer.index else []
+    index = (
+        [RowTensor(INDEX, (batch, layer.indexer.dim), layer.indexer.wide)] if layer.indexer else []
+    )
     return [RowTensor("k", key), RowTensor("v", value), *index]
 
 
