@@ -79,7 +79,8 @@ class IndexerCall:
     @property
     def sizes(self) -> Indexer:
         names = "n_heads", "head_dim", "index_topk", "qk_rope_head_dim"
-        return Indexer(*(int(getattr(self.module, name, 0)) for name in names))
+        heads, dim, tokens, rotated = (int(getattr(self.module, name, 0)) for name in names)
+        return Indexer(heads, dim, tokens, rotated)
 
     def keys(self) -> Tensor:
         """Return the chunk's index keys [B, C, D]."""
