@@ -5,7 +5,8 @@ bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from operator import itemgetter
@@ -518,6 +519,11 @@ class Sparse:
     def width(self, q_start: int) -> int:
         """Return the most pages that a page of queries in the chunk at `q_start` can choose."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
+
+    def choosing(self, chunks: Sequence[tuple[int, int]]) -> range:
+        """Return which of the chunks, token ranges in order, have pages to choose from."""
+        first = bisect_left(chunks, 1, key=lambda chunk: len(self.candidates(chunk[0])))
+        return range(first, len(chunks))
 
     def near(self, q_start: int) -> int:
         """Number of tokens before the chunk at `q_start` that all queries see: sinks and recent."""

@@ -67,8 +67,7 @@ class Ledger:
         widest = max(stop - first for first, stop in self.groups)
         self.attention_slots = names.attention_slots(widest)
         sparse = self.schedule.sparse
-        first = sum(sparse.width(start) == 0 for start, _ in self.chunks) if sparse else 0
-        self.choosing = range(first, len(self.chunks) if sparse else 0)
+        self.choosing = range(0) if sparse is None else sparse.choosing(self.chunks)
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)
