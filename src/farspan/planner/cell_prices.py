@@ -266,7 +266,7 @@ class CellPrices:
     # -- bytes a token, batch included -----------------------------------------------------------
 
     def x_row(self) -> int:
-        return self.run.batch * self.model.hidden * self.model.element_bytes
+        return self.run.batch * self.model.passed() * self.model.element_bytes
 
     def row(self, kind: Kind, spec: LayerSpec) -> int:
         return row_bytes(kind, self.model, spec, self.run.batch)

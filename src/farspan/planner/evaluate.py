@@ -220,7 +220,7 @@ class RankWalk(Walk):
 
     def _receive(self, i: Receive) -> None:
         model, run = self.program.model, self.program.run
-        size = run.batch * self._tokens(i.chunk) * model.hidden * model.element_bytes
+        size = run.batch * self._tokens(i.chunk) * model.passed() * model.element_bytes
         bank = self.gradient if i.gradient else self.hidden
         bank[i.layer] = self._take(size)
 

@@ -220,7 +220,7 @@ class Group:
         """Return the bytes per token and sequence of the layer's input if it is saved, else 0."""
         model = self.ledger.model
         inside = model.layers[layer].saves_input and layer != self.layers[0]
-        return inside * model.hidden * model.element_bytes
+        return inside * model.passed() * model.element_bytes
 
     def kv_goes_home(self) -> bool:
         schedule = self.ledger.schedule
