@@ -21,7 +21,7 @@ from farspan.hf.indexer import IndexerCall, trained_parameters
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
-from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
+from farspan.hf.recurrent import RecurrentStates, run_piece, zero_states
 from farspan.hf.routers import routers_of
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.swap import put, replacements
@@ -82,13 +82,14 @@ def _described(
     parameters = list(model.parameters())
     return ModelSpec(
         name=getattr(model.config, "name_or_path", "") or type(model).__name__,
-        hidden=stages.width,
+        hidden=stages.hidden,
         vocab=stages.vocab,
         layers=tuple(layers),
         element_bytes=stages.dtype.itemsize,
         parameters=sum(map(elements, parameters)),
         trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
+        carried=stages.width - stages.hidden,
     )
 
 
@@ -179,15 +180,18 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
     def choose(call: IndexerCall) -> Tensor:
         return call.blank(call.sizes.tokens)
 
-    if measured.spec.state:
-        states = zero_states(measured.spec.state, batch, stages.dtype, device)
-        given = RecurrentStates({name: x.requires_grad_() for name, x in states.items()})
-        call = with_states(call, given)
+    before = zero_states(measured.spec.state, batch, stages.dtype, device)
+    for state in before.values():
+        state.requires_grad_()
 
     def count() -> _SavedByTokens:
         saved = SavedActivations((*layer.parameters(), *layer.buffers()), named)
         with torch.enable_grad(), answering(attention, choose), saved.hooks():
-            out = run_layer(layer, hidden.requires_grad_(), call)
+            hidden.requires_grad_()
+            if before:
+                out = run_piece(layer, hidden, call, RecurrentStates(before))
+            else:
+                out = run_layer(layer, hidden, call)
         # The graph of `out` kept the saved tensors alive while they were counted.
         del out
         found = _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)

@@ -36,7 +36,7 @@ from farspan.hf.attention_interface import (
 )
 from farspan.hf.indexer import IndexerCall
 from farspan.hf.quantized import copied
-from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
+from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
 from farspan.spec import Indexer, LayerSpec, UnsupportedError
 
@@ -223,7 +223,7 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
 def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
     """Return the spec of a layer without attention, with the states that the layer passes on."""
     states = RecurrentStates()
-    stages.run_layer(index, hidden, with_states(call, states))
+    run_piece(stages.running[index], hidden, call, states)
     return replace(UNATTENDING, state=state_spec(states.after))
 
 
@@ -524,8 +524,8 @@ def _refuse_other_gradients(
     shapes = [(0, TOKENS)], list(pairwise(PIECES))
     whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
     error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
-    # Jamba's scans do not continue from their states: that shows by 3e-7 in outputs of a model with
-    # fresh weights, and more in gradients.
+    # A scan that begins anew shows by 3e-7 in outputs of a Jamba with fresh weights, and more in
+    # gradients.
     if not error <= LOST:
         raise UnsupportedError(_differs(stages, index, error, "the states it hands on"))
 
