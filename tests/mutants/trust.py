@@ -375,6 +375,12 @@ TRUST = (
         ("tests/data/test_pairs.py",),
     ),
     Fault(
+        "evaluate: replicas read the same documents",
+        "index = min(begin + world.replica, count - 1)",
+        "index = begin",
+        ("tests/cli/test_evaluate.py::test_ranks_print_what_one_prints",),
+    ),
+    Fault(
         "losses: KTO's prompts keep their own answers",
         "said = [first[:, :room], *(both[:, span] for span in own[:-1])]",
         "said = [both[:, span] for span in own]",
