@@ -5,7 +5,8 @@ bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from operator import itemgetter
@@ -263,12 +264,17 @@ class ModelSpec:
     parameters: int = 0  # elements of all weights
     trainable: int = 0  # elements that receive a gradient
     routers: bool = False  # the loss has a part of its routers, which choose experts
+    carried: int = 0  # elements of a token that layers pass on besides the hidden state
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""
         if loss.is_cut:
             return Cut.AFTER_HEAD
         return Cut.AFTER_LAYERS if self.routers else Cut.NONE
+
+    def passed(self) -> int:
+        """Return the number of elements of a token that a layer passes on to the next."""
+        return self.hidden + self.carried
 
     def is_recurrent(self) -> bool:
         return any(layer.state for layer in self.layers)
@@ -526,6 +532,11 @@ class Sparse:
     def width(self, q_start: int) -> int:
         """Return the most pages that a page of queries in the chunk at `q_start` can choose."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
+
+    def choosing(self, chunks: Sequence[tuple[int, int]]) -> range:
+        """Return which of the chunks, token ranges in order, have pages to choose from."""
+        first = bisect_left(chunks, 1, key=lambda chunk: len(self.candidates(chunk[0])))
+        return range(first, len(chunks))
 
     def near(self, q_start: int) -> int:
         """Number of tokens before the chunk at `q_start` that all queries see: sinks and recent."""

@@ -206,7 +206,7 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
     forward, backward = _of_layer(program, layer)
     steps = (replace(forward, **_FORWARD, graph=way.graph, kept=way.kept), backward)
     program = replace(program, instructions=steps[: 1 + way.graph])
-    blanks = torch.empty(2, 1, tokens, measured.spec.hidden, dtype=stages.dtype, device=META)
+    blanks = torch.empty(2, 1, tokens, measured.spec.passed(), dtype=stages.dtype, device=META)
     now = Registers()
     now.hidden[layer], now.gradient[layer + 1] = (x.clone() for x in blanks)
     again = {layer: blanks[0]} if way.kept else {}  # a kept graph's input, from its buffer
@@ -232,7 +232,7 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
         interpreter.run()
     sums = sum(p.grad.nbytes for p in parameters if way.fresh and p.grad is not None)
     _set_sums(parameters, exist=False)
-    out = tokens * measured.spec.hidden * measured.spec.element_bytes
+    out = tokens * measured.spec.passed() * measured.spec.element_bytes
     return _Run(passes[0], passes[1] if way.graph else None, out, saved[0], sums)
 
 
@@ -520,7 +520,7 @@ class _Outside:
 
     def profile(self) -> OuterProfile:
         embeds = [self._pass(tokens, Embed(0)) for tokens in LENGTHS]
-        hidden = self.measured.spec.hidden * self.measured.spec.element_bytes
+        hidden = self.measured.spec.passed() * self.measured.spec.element_bytes
         tables = less_of(line_of(_Way().lengths(), [p.marks["end"] for p in embeds]), hidden)
         fresh = self._head(self.parameters)
         by_head = tuple(p.grad is not None for p in self.parameters)
@@ -559,7 +559,7 @@ class _Outside:
         meter = Meter()
         sums = GradientAccumulator()
         found, tape, now = list[CellPass](), CellTape(meter), Registers()
-        shape, top = (1, tokens, measured.spec.hidden), len(measured.stages.layers)
+        shape, top = (1, tokens, measured.spec.passed()), len(measured.stages.layers)
         for bank, place in (now.hidden, top), (now.gradient, 0):
             bank[place] = torch.empty(shape, dtype=measured.stages.dtype, device=META)
         made = partial(measured.interpreter, piece=piece, sums=sums, registers=now)

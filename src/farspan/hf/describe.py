@@ -81,13 +81,14 @@ def _described(
     parameters = list(model.parameters())
     return ModelSpec(
         name=getattr(model.config, "name_or_path", "") or type(model).__name__,
-        hidden=stages.width,
+        hidden=stages.hidden,
         vocab=stages.vocab,
         layers=tuple(layers),
         element_bytes=stages.dtype.itemsize,
         parameters=sum(map(elements, parameters)),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         routers=routers_of(model) is not None,
+        carried=stages.width - stages.hidden,
     )
 
 

@@ -35,7 +35,7 @@ from farspan.hf.attention_interface import (
     watching_masks,
 )
 from farspan.hf.quantized import copied
-from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
+from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
 from farspan.spec import LayerSpec, UnsupportedError
 
@@ -222,7 +222,7 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
 def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
     """Return the spec of a layer without attention, with the states that the layer passes on."""
     states = RecurrentStates()
-    stages.run_layer(index, hidden, with_states(call, states))
+    run_piece(stages.running[index], hidden, call, states)
     return replace(UNATTENDING, state=state_spec(states.after))
 
 

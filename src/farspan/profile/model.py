@@ -195,7 +195,7 @@ class ProfiledCells:
         lines = _lines_of(made, kind)
         chunk = self.batch * kind.tokens
         tokens = (chunk, self.batch * self.tile)[: len(lines.at) - 1]
-        out = chunk * self.profile.spec.hidden * self.profile.spec.element_bytes
+        out = chunk * self.profile.spec.passed() * self.profile.spec.element_bytes
         if kind.mode is AttentionMode.NONE:
             return CellBytes(highest(lines.asked, *tokens), 0, 0, 0, False, 0, 0, 0)
         computes = kind.mode is AttentionMode.COMPUTE
@@ -269,7 +269,7 @@ class ProfiledStages:
 
     def get(self, what: str, tokens: int, known: frozenset[str]) -> StageBytes:
         outer, rows = self.profile.outer, self.batch * tokens
-        hidden = rows * self.profile.spec.hidden * self.profile.spec.element_bytes
+        hidden = rows * self.profile.spec.passed() * self.profile.spec.element_bytes
         tables = at(outer.tables, tokens)
         match what:
             case "tables":

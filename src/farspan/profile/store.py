@@ -221,6 +221,7 @@ def _measuring() -> str:
 
 
 _NEWER = ("chunked",)  # fields of a layer that older profiles do not have
+_NEWER_OF_MODELS = "routers", "carried"
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
@@ -241,8 +242,9 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
             if not layer[name]:
                 del layer[name]
     del value["variant"]["nf4"]
-    if not profile.spec.routers:  # older profiles do not have it
-        del value["spec"]["routers"]
+    for name in _NEWER_OF_MODELS:
+        if not value["spec"][name]:
+            del value["spec"][name]
     found: dict[str, Any] = _whole(value)
     return found
 

@@ -245,11 +245,18 @@ def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
 
 
 def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
-    """Raise UnsupportedError if ranks would share a sequence's tokens and a layer is recurrent."""
+    """Raise UnsupportedError if ranks would share a sequence's tokens and a layer is recurrent, or
+    would cut tensors that layers pass on besides the hidden state."""
     if layout.sequence() > 1 and model.is_recurrent():
         raise UnsupportedError(
             "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
             "share a chunk's tokens (ulysses, shards, ring, tensor); use pipeline or data"
+        )
+    if model.carried and layout.tensor > 1:
+        raise UnsupportedError(
+            f"tensor: layers of {model.name} pass on keys and values, per-layer inputs or streams "
+            "of hidden states, of which tensor parallelism would need slices; use ulysses, shards, "
+            "ring or pipeline"
         )
 
 

@@ -86,7 +86,7 @@ class Residency:
 
 
 def _x(model: ModelSpec, _: LayerSpec, batch: int) -> list[RowTensor]:
-    return [RowTensor("x", (batch, model.hidden))]
+    return [RowTensor("x", (batch, model.passed()))]
 
 
 def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
