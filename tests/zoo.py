@@ -299,6 +299,13 @@ FURTHER |= {  # which nobody has named in a report so far
     "sarvam_mla": Family({**LATENT, **SMALL_EXPERTS, "n_group": 1, "topk_group": 1}),
     "sarvam_moe": Family(SMALL_EXPERTS),
 }
+INDEXED = {
+    **{**LATENT, **ROUTED_EXPERTS, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4},
+}
+FURTHER |= dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), Family(INDEXED)
+)
 if not OWN_ATTENTION:
     FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 

@@ -96,7 +96,8 @@ class RecurrentCell:
         call = with_states(call, RecurrentStates(attends=True))
         others = {mixer: partial(self._mix, hidden, mixer) for mixer in mixers(self.layer)}
         attention.goes_on = lambda: self.only_state and not self.after
-        with answering(attention), put_in(forwards(others)), suppress(KVWritten):
+        own = answering(attention, attention.choose)
+        with own, put_in(forwards(others)), suppress(KVWritten):
             return run_layer(self.layer, hidden, call)
         return hidden
 

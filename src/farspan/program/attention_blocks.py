@@ -213,16 +213,6 @@ def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
             )
 
 
-def refuse_sparse_states(model: ModelSpec, schedule: Schedule) -> None:
-    """Raise UnsupportedError for sparse attention in a layer that also passes a state on, which may
-    need the attention's output."""
-    if schedule.sparse and any(x.state and x.attends() and x.window is None for x in model.layers):
-        raise UnsupportedError(
-            f"sparse: layers of {model.name} attend and pass on a state, which is exact only with "
-            "dense attention; leave sparse out"
-        )
-
-
 def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
     """Cut a block into blocks of at most `most` queries and `most` keys.
 
