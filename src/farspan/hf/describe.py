@@ -89,6 +89,7 @@ def _described(
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
+        embeds=stages.asks_tokens,
     )
 
 
