@@ -124,10 +124,10 @@ def over_two(names: list[str]) -> list[str]:
 
 
 def over_two_of_adapters(names: list[str]) -> list[str]:
-    """Ranks hold shards of the weights, or stages of the layers."""
+    """Ranks hold shards of the weights, gathered group by group, or stages of the layers."""
     wrong = []
     for name in names:
-        case = Case(f"adapters, {name}", STREAMED, INPUTS, "gemma4_e2b")
+        case = Case(f"adapters, {name}", replace(STREAMED, groups=1), INPUTS, "gemma4_e2b")
         sharded = None if name == "pipeline" else {}
         with Float64Mode(), patch.object(test_ranks, "make_model", adapted):
             wrong += outcomes_of(LAYOUTS[name], [case], sharded)
