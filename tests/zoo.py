@@ -299,6 +299,13 @@ FURTHER |= {  # which nobody has named in a report so far
     "sarvam_mla": Family({**LATENT, **SMALL_EXPERTS, "n_group": 1, "topk_group": 1}),
     "sarvam_moe": Family(SMALL_EXPERTS),
 }
+INDEXED = {
+    **{**LATENT, **ROUTED_EXPERTS, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4},
+}
+FURTHER |= dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), Family(INDEXED)
+)
 if not OWN_ATTENTION:
     FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 
@@ -386,6 +393,7 @@ RECURRENT: dict[str, Family] = {
     "lfm2_moe": Family({**SHORT, **SMALL_EXPERTS, "num_dense_layers": 1}),
     "mamba": Family({"state_size": 8, "time_step_rank": 4}),
     "mamba2": Family({**SCAN, "state_size": 8, "num_heads": 4, "head_dim": 16}),
+    "minimax": Family({**LOCAL_EXPERTS, **ALTERNATELY, "block_size": 4}),
     "nemotron_h": Family(
         {
             **SCAN,
@@ -398,6 +406,13 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "olmo_hybrid": Family({**ALTERNATELY, **DELTA}),
+    "recurrent_gemma": Family(
+        {
+            "lru_width": 32,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        }
+    ),
     "qwen3_5_moe_text": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
     "qwen3_5_text": Family({**ALTERNATELY, **DELTA}),
     "qwen3_next": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),

@@ -432,7 +432,7 @@ class Interpreter:
         layer, call = self.layers.of(i), self._call(i.layer, i.chunk)
         saved = self._saved(i, hidden, cell) if i.kept else None
         try:
-            with torch.set_grad_enabled(i.graph), answering(cell):
+            with torch.set_grad_enabled(i.graph), answering(cell, cell.choose):
                 entered, graph_input = enter(hidden) if i.graph else (hidden, None)
                 with nullcontext() if saved is None else saved.hooks():
                     out = run_layer(layer, entered, call)

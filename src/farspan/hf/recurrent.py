@@ -6,8 +6,8 @@ and one piece of a sequence. No tensor changes in place, so gradients flow from 
 piece back to the states before it. Families of transformers 5.17 call the cache's layers, those of
 5.23 the cache; both interfaces exist here.
 
-Scans of Mamba 1 always begin with a state of zeros. `continued` adds the effect of the given state
-to their results, which are linear in it.
+Some families' code takes no state for several tokens, or keeps states in its modules. `continued`
+gives those modules other forwards for a piece.
 """
 
 import inspect
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.hf.stages import LayerCall, run_layer
-from farspan.hf.swap import Part, forwards, put_in
+from farspan.hf.swap import Part, forwards, put_in, shell_of
 from farspan.spec import StateTensor, UnsupportedError
 
 CONV, RECURRENT = "conv", "recurrent"
@@ -96,6 +96,12 @@ class RecurrentStates:
         self._know(f"{RECURRENT}.{state_idx}", recurrent_states)
         return recurrent_states
 
+    def get_linear_cache(self, _: int) -> None:
+        """Return None to MiniMax's linear attention, which would run token by token otherwise."""
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def update(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
             "model: one of its layers caches K and V, but computes attention in code of its own; "
@@ -143,7 +149,7 @@ def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: Recurre
     treat a single token after others as generation, with code that changes states in place and
     rounds differently. So such a token runs as two, with a copy after it: the states after it are
     not valid, and `call` must be for 2 tokens (see `takes_two`)."""
-    with put_in(continued(layer, states.before)):
+    with put_in(continued(layer, states)):
         if not takes_two(hidden.shape[1], states.before):
             return run_layer(layer, hidden, with_states(call, states))
         return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
@@ -177,32 +183,74 @@ def zero_states(
     }
 
 
-# -- scans that begin with zeros ----------------------------------------------------------------
+# -- modules that take no state through a cache -------------------------------------------------
 
 SCAN = "mamba_selective_scan"  # in transformers 5.16 to 5.24; Mamba 2's has another signature
 
 
-def continued(layer: nn.Module, before: Mapping[str, Tensor]) -> Iterator[Part]:
-    """Yield forwards for the Mamba 1 mixers in a layer, for `put_in`, whose scans begin with the
-    given states."""
-    if f"{RECURRENT}.0" not in before:
-        return
-    state = before[f"{RECURRENT}.0"]
+def continued(layer: nn.Module, states: RecurrentStates) -> Iterator[Part]:
+    """Yield forwards, for `put_in`, of modules in a layer that would not begin with `states`."""
+    state = states.before.get(f"{RECURRENT}.0")
     for module in layer.modules():
         forward: Any = inspect.unwrap(type(module).forward)
-        scan = getattr(forward, "__globals__", {}).get(SCAN)
-        if scan is None or SCAN not in forward.__code__.co_names:
-            continue
-        # Zamba scans its heads one after another, [B, heads, channels, N]; others have one scan.
-        heads = state.unbind(1) if state.ndim == 4 else (state,)
-        own = {**forward.__globals__, SCAN: _continued_scan(scan, iter(heads))}
-        copied = FunctionType(forward.__code__, own, closure=forward.__closure__)
-        copied.__defaults__, copied.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
-        yield from forwards({module: MethodType(copied, module)})
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if "rg_lru" in names:
+            yield from _griffin(module, states)
+        elif state is not None and SCAN in names:
+            scan = forward.__globals__[SCAN]
+            # Zamba scans its heads one after another, [B, heads, channels, N]; others have one.
+            heads = state.unbind(1) if state.ndim == 4 else (state,)
+            yield _with_globals(module, forward, {SCAN: _continued_scan(scan, iter(heads))})
+        elif state is not None and "get_linear_cache" in names:
+            yield _with_globals(module, forward, {"torch": _BeginningWith(state)})
+
+
+def _with_globals(module: nn.Module, forward: Any, names: dict[str, Any]) -> Part:
+    """Return a module's own forward in which some global names stand for something else."""
+    own = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, **names},
+        argdefs=forward.__defaults__,
+        closure=forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return next(forwards({module: MethodType(own, module)}))
+
+
+@dataclass(frozen=True, slots=True)
+class _BeginningWith:
+    """Module torch for MiniMax's linear attention, whose state begins as torch.zeros."""
+
+    state: Tensor
+
+    def zeros(self, *_: Any, **__: Any) -> Tensor:
+        return self.state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _griffin(block: Any, states: RecurrentStates) -> Iterator[Part]:
+    """Yield forwards for the convolution and the recurrence of a RecurrentGemma block, which keeps
+    their states as attributes, and reads them for a single token only."""
+    convolve, recur = block.conv_1d, block.rg_lru
+
+    def convolution(x: Tensor) -> Tensor:
+        whole = states.update_conv_state(x, 0, conv_kernel_size=block.conv1d_width - 1)
+        return type(convolve).forward(convolve, whole)[..., whole.shape[-1] - x.shape[-1] :]
+
+    def recurrence(x: Tensor, position_ids: Tensor) -> Tensor:
+        shell = shell_of(recur, attributes={"recurrent_states": states.get_recurrent_state(0)})
+        out: Tensor = shell(x, position_ids)
+        states.update_recurrent_state(shell.recurrent_states, 0)
+        return out
+
+    return forwards({convolve: convolution, recur: recurrence})
 
 
 def _continued_scan(scan: Callable[..., Any], states: Iterator[Tensor]) -> Callable[..., Any]:
-    """Return a scan whose calls begin with one of `states` each, [B, channels, N], not zeros."""
+    """Return a Mamba 1 scan whose calls begin with one of `states` each, [B, channels, N]. The
+    results of `scan`, which begins with zeros, are linear in the state: its part is added."""
 
     def run(
         x: Tensor,
