@@ -128,7 +128,7 @@ def over_two_of_adapters(names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         case = Case(f"adapters, {name}", replace(STREAMED, groups=1), INPUTS, "gemma4_e2b")
-        sharded = None if name == "pipeline" else {}
+        sharded: dict[str, Any] | None = None if name == "pipeline" else {}
         with Float64Mode(), patch.object(test_ranks, "make_model", adapted):
             wrong += outcomes_of(LAYOUTS[name], [case], sharded)
     return wrong
