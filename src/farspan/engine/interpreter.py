@@ -582,8 +582,8 @@ class Interpreter:
         now = self.registers
         if now.calls[0] != chunk:
             with torch.no_grad():
-                batch, positions = self.program.run.batch, self._positions(chunk)
-                now.calls = chunk, self.stages.calls(batch, positions)
+                ids, positions = self.inputs.input_ids, self._positions(chunk)
+                now.calls = chunk, self.stages.calls_for(ids[:, self._span(chunk)], positions)
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:

@@ -90,6 +90,7 @@ def _described(
         trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
+        embeds=stages.asks_tokens,
     )
 
 
