@@ -5,7 +5,8 @@ bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from operator import itemgetter
@@ -219,6 +220,24 @@ class StateTensor:
     row: int = 0  # elements per token of a chunk's rows, which hold it; 0: no chunks are known
 
 
+SCORES = 1 << 28  # bytes of the scores that an indexer computes at one time
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sizes of a layer's indexer, by which each query chooses the tokens that it attends to."""
+
+    heads: int
+    dim: int  # of a token's index key, which all heads share
+    tokens: int  # that a query chooses
+    rotated: int = 0  # elements of an index key that RoPE rotates
+    wide: bool = False  # index keys have the accumulate dtype
+
+    def piece(self, tokens: int) -> int:
+        """Return how many queries are scored at one time in a sequence of `tokens` tokens."""
+        return max(1, SCORES // (4 * self.heads * tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Sizes of one decoder layer that decide memory and the time of attention. A layer without
@@ -238,6 +257,7 @@ class LayerSpec:
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
     work: LayerWork = LayerWork()
     state: tuple[StateTensor, ...] = ()  # read by every cell, in every attention mode
+    indexer: Indexer | None = None  # a query sees the tokens that the layer's indexer chooses
 
     def attends(self) -> bool:
         return self.query_heads > 0
@@ -245,6 +265,11 @@ class LayerSpec:
     def kv_elements(self) -> int:
         """Return the number of elements of K and V together for one token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def chosen(self, stop: int) -> int:
+        """Return how many tokens each query of a chunk that ends at `stop` chooses; 0 if it sees
+        all."""
+        return 0 if self.indexer is None or stop <= self.indexer.tokens else self.indexer.tokens
 
     def output_elements(self) -> int:
         """Return the number of elements of attention's output for one token."""
@@ -264,6 +289,7 @@ class ModelSpec:
     trainable: int = 0  # elements that receive a gradient
     routers: bool = False  # the loss has a part of its routers, which choose experts
     carried: int = 0  # elements of a token that layers pass on besides the hidden state
+    embeds: bool = False  # cells embed their tokens again, for inputs that layers get of them
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""
@@ -531,6 +557,11 @@ class Sparse:
     def width(self, q_start: int) -> int:
         """Return the most pages that a page of queries in the chunk at `q_start` can choose."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
+
+    def choosing(self, chunks: Sequence[tuple[int, int]]) -> range:
+        """Return which of the chunks, token ranges in order, have pages to choose from."""
+        first = bisect_left(chunks, 1, key=lambda chunk: len(self.candidates(chunk[0])))
+        return range(first, len(chunks))
 
     def near(self, q_start: int) -> int:
         """Number of tokens before the chunk at `q_start` that all queries see: sinks and recent."""

@@ -46,6 +46,7 @@ from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
 from farspan.hf.dropout import Draws, drawing
 from farspan.hf.fused_layers import fuse, gate_forward
+from farspan.hf.indexer import trained_parameters
 from farspan.hf.quantized import linear_widths, plain_linears, shape_of
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
@@ -199,7 +200,7 @@ class _Way:
 def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) -> _Run:
     tokens, *tile = length
     stages, program = measured.stages, measured.program(tokens, kept=way.kept)
-    parameters = [p for p in stages.layers[layer].parameters() if p.requires_grad]
+    parameters = trained_parameters(stages.layers[layer])
     _set_sums(parameters, exist=not way.fresh)
     meter = Meter()
     tape, passes = CellTape(meter), list[CellPass]()
@@ -329,7 +330,8 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
             kinds = whole.kinds()
         # One layer of each kind is enough: the first layers that include every kind are built.
         last = max(kinds.index(kind) for kind in set(kinds))
-        stages = _first_layers(config, last + 1, dtype, rank) or whole
+        short = not whole.carries  # else the number of layers decides what each passes on
+        stages = (_first_layers(config, last + 1, dtype, rank) if short else None) or whole
         with routed(stages.model):
             alike = _pattern(stages.kinds()) == _pattern(kinds[: len(stages.layers)])
         stages = stages if alike else whole
@@ -407,7 +409,7 @@ def _of_whole(
         name=name,
         layers=tuple(profile.spec.layers[kinds.index(kind)] for kind in kinds),
         parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(whole.model)),
     )
     return replace(profile, spec=spec, kind_of=kind_of)
 
@@ -481,7 +483,7 @@ def _kind(measured: _Subject, layer: int, variant: Variant) -> tuple[KindProfile
         cells[way.name()] = _Fit(way.lengths(), runs, attended).lines(kept=way.kept)
         if way.graph and not plain:
             plain = runs
-    weights = tuple(p.numel() for p in stages.layers[layer].parameters() if p.requires_grad)
+    weights = tuple(p.numel() for p in trained_parameters(stages.layers[layer]))
     first = measured.heads_first.pop() if measured.heads_first else False
     measured.heads_first.clear()
     work = _work(measured, layer, plain, variant)
@@ -500,7 +502,7 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant
     backward = line_of(lengths, [run.backward.counts.traffic for run in runs if run.backward])
     return LayerWork(
         parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(measured.stages.layers[layer])),
         products=tuple(products),
         projections=before,
         feed_forward=max(0, len(products) - before - (3 if variant.rank else 1)),
@@ -569,9 +571,9 @@ class _Outside:
         return found[0]
 
     def _tables(self, tokens: int) -> CellPass:
-        meter, positions = Meter(), torch.zeros(1, tokens, dtype=torch.long, device=META)
+        meter, zeros = Meter(), torch.zeros(1, tokens, dtype=torch.long, device=META)
         with self.measured.recording(meter):
-            calls = self.measured.stages.calls(1, positions)
+            calls = self.measured.stages.calls_for(zeros, zeros)
         del calls
         return CellTape(meter).read()
 

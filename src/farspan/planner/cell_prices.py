@@ -14,6 +14,7 @@ from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
 from farspan.planner.walk import workspace_bytes
+from farspan.program.attention_blocks import sparse_of
 from farspan.program.builder import chunks_of
 from farspan.program.layout import (
     Rank,
@@ -140,6 +141,19 @@ class CellSeconds:
     @cached_property
     def embed_backward(self) -> Array:
         return self._in_line(EmbedBackward)
+
+    @cached_property
+    def votes(self) -> dict[LayerSpec, float]:
+        """Seconds of choosing the pages of sparse attention once for each chunk; 0 without it."""
+        return {spec: self._votes(spec) for spec in self.places}
+
+    def _votes(self, spec: LayerSpec) -> float:
+        program = self.prices.program
+        sparse = sparse_of(program.schedule, spec)
+        if sparse is None or not spec.attends():
+            return 0.0
+        choosing = sparse.choosing(program.chunks)
+        return sum(self.prices.sparse.votes(spec, chunk) for chunk in choosing)
 
     def _cell(self, spec: LayerSpec, mode: AttentionMode) -> LaneSeconds:
         layer = self.places[spec]

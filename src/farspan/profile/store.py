@@ -25,7 +25,7 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
+from farspan.spec import Indexer, LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 
 PRESETS = Path(__file__).parent / "presets"
 RANKS = 8, 16  # ranks of adapters to measure
@@ -220,8 +220,8 @@ def _measuring() -> str:
 # -- as plain values ----------------------------------------------------------------------------
 
 
-_NEWER = ("chunked",)  # fields of a layer that older profiles do not have
-_NEWER_OF_MODELS = "routers", "carried"
+_NEWER = ("chunked", "indexer")  # fields of a layer that older profiles do not have
+_NEWER_OF_MODELS = "routers", "carried", "embeds"
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
@@ -323,7 +323,9 @@ def from_json(value: Mapping[str, Any]) -> ModelProfile:
 def _layer(value: Mapping[str, Any]) -> LayerSpec:
     work = LayerWork(**_tuples(value["work"]))
     state = tuple(StateTensor(**_tuples(tensor)) for tensor in value["state"])
-    return LayerSpec(**{**value, "work": work, "state": state})
+    indexer = value.get("indexer")
+    of = {"work": work, "state": state, "indexer": indexer and Indexer(**indexer)}
+    return LayerSpec(**{**value, **of})
 
 
 def _tuples(value: Any) -> Any:

@@ -109,6 +109,8 @@ class Group:
     def with_outer(self) -> bool:
         """Return whether modules outside the layers are gathered with the group. All pipeline
         stages share and gather these modules, even stages in the middle, which do not use them."""
+        if self.ledger.model.embeds:
+            return True
         return self.is_stage or self.index == 0 or self.is_last
 
     def open_first(self) -> None:
@@ -170,11 +172,8 @@ class Group:
     def choosing(self, layer: int) -> range:
         """Return the chunks whose queries choose pages in this layer: those with pages between
         sinks and recent tokens. In a layer with a window no chunk chooses."""
-        ledger, sparse = self.ledger, self.ledger.schedule.sparse
-        if sparse is None or ledger.model.layers[layer].window is not None:
-            return range(0)
-        first = sum(sparse.width(start) == 0 for start, _ in ledger.chunks)
-        return range(first, len(ledger.chunks))
+        ledger = self.ledger
+        return ledger.choosing if ledger.model.layers[layer].window is None else range(0)
 
     def _open_head_input(self) -> None:
         if self.graphs:
