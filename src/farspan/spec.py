@@ -353,6 +353,7 @@ class Rates:
     # Bytes per query or key, head and element of an attention backward, besides its inputs and
     attention_workspace: float = 0.0  # results; 0: not known
     kernel: AttentionKernel | None = None  # the fastest, with these curves; None: not compared
+    backward_kernel: AttentionKernel | None = None  # the fastest backward; None: `kernel`
     deterministic: float = 1.0  # factor on attention's time if it is deterministic
     # Attention to chosen pages, by its own kernels; None: as attention without a mask.
     chosen_forward: Curve | None = None

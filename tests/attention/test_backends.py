@@ -13,6 +13,7 @@ from farspan.attention.backends import (
     CpuFlash,
     CudaCudnn,
     CudaFlash,
+    Directed,
     Padded,
     Tiled,
     reference,
@@ -53,6 +54,28 @@ def test_cuda_flash_equals_dense_attention(case: Case) -> None:
     with cuda_ops_on_cpu() as calls:
         compare(case, CudaFlash())
     assert calls[FORWARD_FLASH] == calls[BACKWARD_FLASH] > 0
+
+
+@pytest.mark.parametrize("case", [ALIGNED, replace(ALIGNED, window=200)], ids=str)
+@pytest.mark.parametrize(
+    ("ahead", "back"),
+    [
+        (CudaCudnn(CudaFlash(), grid=128), CudaFlash()),
+        (CudaFlash(), CudaCudnn(CudaFlash(), grid=128)),
+        (CudaFlash(), Tiled()),
+        (Tiled(), CudaCudnn(CudaFlash(), grid=128)),
+    ],
+    ids=str,
+)
+def test_a_backward_by_another_kernel_is_exact(
+    case: Case, ahead: BlockKernel, back: BlockKernel
+) -> None:
+    """Every kernel's LSE is that of every other's backward, whatever blocks each is given."""
+    with cuda_ops_on_cpu() as calls:
+        compare(case, Directed(ahead, back))
+    for kernel, name in ((ahead, FORWARD_CUDNN), (back, BACKWARD_CUDNN)):
+        takes = isinstance(kernel, CudaCudnn) and case.window is None
+        assert (calls.get(name, 0) > 0) == takes
 
 
 @pytest.mark.parametrize(
