@@ -256,8 +256,7 @@ def test_a_plan_without_tensors_made_again_keeps_more() -> None:
     of = [one.model.layers[0] for one in (less, whole)]
     made_again = 2 * (2 * whole.model.hidden + 4864)  # norms' outputs, and act(gate) * up
     assert of[1].activation_bytes - of[0].activation_bytes == made_again
-    assert of[0].work.remade_traffic > made_again
-    assert of[1].work.remade_traffic == 0
+    assert of[0].work.remade_traffic - of[1].work.remade_traffic > made_again
 
 
 def test_planning_by_what_ships_needs_no_torch() -> None:
