@@ -151,6 +151,11 @@ GEMMA4_31B = {
     "num_global_key_value_heads": 1,
     "use_bidirectional_attention": "vision",
 }
+SHARED_KV = {  # the last two layers attend to keys and values of the first two
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GEMMA4_E2B = {**GEMMA4, **SHARED_KV, "hidden_size_per_layer_input": 6, "use_double_wide_mlp": True}
 GEMMA4_26B = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 
 # Families that are held exact by a test each; those above go through all of them.
@@ -186,6 +191,21 @@ FURTHER: dict[str, Family] = {
     "gemma4_unified_text": Family({**GEMMA4, **GEMMA4_31B}),
     "gemma4_text": Family({**GEMMA4, **GEMMA4_31B}),
     "gemma4_moe": Family({**GEMMA4, **GEMMA4_26B, "moe_intermediate_size": 16}, kind="gemma4_text"),
+    "gemma4_e2b": Family(GEMMA4_E2B, windows=ALTERNATING, kind="gemma4_text"),
+    "gemma4_shared": Family({**GEMMA4, **GEMMA4_31B, **SHARED_KV}, kind="gemma4_unified_text"),
+    "gemma3n_text": Family(
+        {
+            **SLIDING,
+            **SHARED_KV,
+            "intermediate_size": [48] * LAYERS,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB - 8,
+            "altup_num_inputs": 3,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.6, 0.0] * 2,
+        },
+        windows=ALTERNATING,
+    ),
     "glm": Family(),
     "glm4_moe": Family(ROUTED_EXPERTS),
     "glm4_moe_lite": Family({**LATENT, **ROUTED_EXPERTS}),
@@ -279,6 +299,13 @@ FURTHER |= {  # which nobody has named in a report so far
     "sarvam_mla": Family({**LATENT, **SMALL_EXPERTS, "n_group": 1, "topk_group": 1}),
     "sarvam_moe": Family(SMALL_EXPERTS),
 }
+INDEXED = {
+    **{**LATENT, **ROUTED_EXPERTS, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4},
+}
+FURTHER |= dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), Family(INDEXED)
+)
 if not OWN_ATTENTION:
     FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 
@@ -319,6 +346,7 @@ RECURRENT: dict[str, Family] = {
             "qk_head_dim": 12,
         }
     ),
+    "falcon_mamba": Family({"state_size": 8, "time_step_rank": 4}),
     "granitemoehybrid": Family(
         {
             **LOCAL_EXPERTS,
@@ -329,6 +357,17 @@ RECURRENT: dict[str, Family] = {
             "mamba_d_state": 8,
             "mamba_chunk_size": 16,
             "shared_intermediate_size": 16,
+        }
+    ),
+    "jamba": Family(
+        {
+            **EXPERTS,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "expert_layer_offset": 0,
+            "expert_layer_period": 2,
         }
     ),
     "kimi_linear": Family(
@@ -352,7 +391,9 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "lfm2_moe": Family({**SHORT, **SMALL_EXPERTS, "num_dense_layers": 1}),
+    "mamba": Family({"state_size": 8, "time_step_rank": 4}),
     "mamba2": Family({**SCAN, "state_size": 8, "num_heads": 4, "head_dim": 16}),
+    "minimax": Family({**LOCAL_EXPERTS, **ALTERNATELY, "block_size": 4}),
     "nemotron_h": Family(
         {
             **SCAN,
@@ -365,6 +406,13 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "olmo_hybrid": Family({**ALTERNATELY, **DELTA}),
+    "recurrent_gemma": Family(
+        {
+            "lru_width": 32,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        }
+    ),
     "qwen3_5_moe_text": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
     "qwen3_5_text": Family({**ALTERNATELY, **DELTA}),
     "qwen3_next": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),

@@ -5,7 +5,8 @@ bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from operator import itemgetter
@@ -66,10 +67,11 @@ class LossRow(NamedTuple):
 
     references: tuple[Reference, ...] = (Reference.NONE,)  # that it may have, the default first
     keys: tuple[str, ...] = ()  # of `LossKeys`, those that it uses
-    paired: bool = False  # it compares pairs of answers
+    format: str = ""  # `data.format` that it trains; "": any that no other loss needs
     of_loops: str = ""  # why only a user's own training loop has it; "": a run file may
 
 
+PAIRS, LABELLED = "preference", "unpaired"  # formats of records that losses compare
 _COMPARED = Reference.STORED, Reference.FROZEN, Reference.ADAPTERS_OFF
 
 
@@ -85,10 +87,15 @@ class LossKind(StrEnum):
         return kind
 
     SFT = "sft", LossRow()  # a mean of token losses, in one pass
-    DPO = "dpo", LossRow(_COMPARED, ("beta", "label_smoothing", "by_length", "reference"), True)
-    IPO = "ipo", LossRow(_COMPARED, ("beta", "reference"), paired=True)
-    ORPO = "orpo", LossRow(keys=("beta",), paired=True)
-    KTO = "kto", LossRow(_COMPARED, of_loops="no data.format has single answers with a label")
+    DPO = "dpo", LossRow(_COMPARED, ("beta", "label_smoothing", "by_length", "reference"), PAIRS)
+    IPO = "ipo", LossRow(_COMPARED, ("beta", "reference"), PAIRS)
+    ORPO = "orpo", LossRow(keys=("beta",), format=PAIRS)
+    KTO = (
+        "kto",
+        LossRow(
+            _COMPARED, ("beta", "desirable_weight", "undesirable_weight", "reference"), LABELLED
+        ),
+    )
     GRPO = (
         "grpo",
         LossRow((Reference.NONE, *_COMPARED), of_loops="farspan train generates no answers"),
@@ -105,10 +112,12 @@ class LossKeys:
     other key to the kinds whose `LossRow` lists it."""
 
     kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
-    beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
+    beta: float = 0.1  # how closely preference losses hold the policy to the reference
     label_smoothing: float = 0.0  # share of pairs that `dpo` takes for swapped
     by_length: bool = False  # `dpo` takes means over answers instead of sums
-    reference: Reference | None = None  # what `dpo` and `ipo` compare with; null: `stored`
+    desirable_weight: float = 1.0  # factor of the losses of desirable answers in `kto`
+    undesirable_weight: float = 1.0  # factor of the losses of undesirable answers in `kto`
+    reference: Reference | None = None  # what `dpo`, `ipo` and `kto` compare with; null: `stored`
     teacher: str | None = None  # what `distill` learns from: a local folder or a name on the hub
     top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
     router: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts
@@ -213,6 +222,24 @@ class StateTensor:
     row: int = 0  # elements per token of a chunk's rows, which hold it; 0: no chunks are known
 
 
+SCORES = 1 << 28  # bytes of the scores that an indexer computes at one time
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sizes of a layer's indexer, by which each query chooses the tokens that it attends to."""
+
+    heads: int
+    dim: int  # of a token's index key, which all heads share
+    tokens: int  # that a query chooses
+    rotated: int = 0  # elements of an index key that RoPE rotates
+    wide: bool = False  # index keys have the accumulate dtype
+
+    def piece(self, tokens: int) -> int:
+        """Return how many queries are scored at one time in a sequence of `tokens` tokens."""
+        return max(1, SCORES // (4 * self.heads * tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Sizes of one decoder layer that decide memory and the time of attention. A layer without
@@ -232,6 +259,7 @@ class LayerSpec:
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
     work: LayerWork = LayerWork()
     state: tuple[StateTensor, ...] = ()  # read by every cell, in every attention mode
+    indexer: Indexer | None = None  # a query sees the tokens that the layer's indexer chooses
 
     def attends(self) -> bool:
         return self.query_heads > 0
@@ -239,6 +267,11 @@ class LayerSpec:
     def kv_elements(self) -> int:
         """Return the number of elements of K and V together for one token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def chosen(self, stop: int) -> int:
+        """Return how many tokens each query of a chunk that ends at `stop` chooses; 0 if it sees
+        all."""
+        return 0 if self.indexer is None or stop <= self.indexer.tokens else self.indexer.tokens
 
     def output_elements(self) -> int:
         """Return the number of elements of attention's output for one token."""
@@ -257,12 +290,17 @@ class ModelSpec:
     parameters: int = 0  # elements of all weights
     trainable: int = 0  # elements that receive a gradient
     routers: bool = False  # the loss has a part of its routers, which choose experts
+    carried: int = 0  # elements of a token that layers pass on besides the hidden state
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""
         if loss.is_cut:
             return Cut.AFTER_HEAD
         return Cut.AFTER_LAYERS if self.routers else Cut.NONE
+
+    def passed(self) -> int:
+        """Return the number of elements of a token that a layer passes on to the next."""
+        return self.hidden + self.carried
 
     def is_recurrent(self) -> bool:
         return any(layer.state for layer in self.layers)
@@ -520,6 +558,11 @@ class Sparse:
     def width(self, q_start: int) -> int:
         """Return the most pages that a page of queries in the chunk at `q_start` can choose."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
+
+    def choosing(self, chunks: Sequence[tuple[int, int]]) -> range:
+        """Return which of the chunks, token ranges in order, have pages to choose from."""
+        first = bisect_left(chunks, 1, key=lambda chunk: len(self.candidates(chunk[0])))
+        return range(first, len(chunks))
 
     def near(self, q_start: int) -> int:
         """Number of tokens before the chunk at `q_start` that all queries see: sinks and recent."""

@@ -420,6 +420,7 @@ def test_an_answer_with_all_that_is_asked_for_fits_a_screen(file: Path) -> None:
             ("--loss", "dpo", "--lora", "8", "--reference", "adapters-off"),
             LossConfig(LossKind.DPO, reference=Reference.ADAPTERS_OFF),
         ),
+        (("--loss", "kto"), LossConfig(LossKind.KTO)),
         (("--loss", "distill"), LossConfig(LossKind.DISTILL, teacher="TEACHER")),
     ],
 )
@@ -433,7 +434,8 @@ def test_every_loss_that_a_run_file_has_is_written(
     run, question = load_run(file), asked(file).question
     assert run.objective == expected
     assert question.loss == expected.planned()
-    assert ("format: preference" in file.read_text()) is expected.paired
+    form = expected.kind.row.format
+    assert (f"format: {form or 'p'}" in file.read_text()) is bool(form)
     assert ("the teacher's folder" in outcome.stdout) is (expected.teacher is not None)
     assert "reference: stored" not in file.read_text()
 
@@ -441,7 +443,7 @@ def test_every_loss_that_a_run_file_has_is_written(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--loss", "kto"), r"^write: loss\.kind: kto: .*; compute this .* with farspan\.losses"),
+        (("--loss", "grpo"), r"^write: loss\.kind: grpo: .*; compute this .* with farspan\.losses"),
         (("--optimizer", "none"), r"^write: .* not --optimizer none; leave it out, or in your"),
     ],
 )

@@ -151,7 +151,7 @@ def test_tokens_that_cannot_be_are_refused(
         ),
         (
             {"format": "alpaca", "chat_template": "x"},
-            "chat_template: only formats chat, sharegpt, prompt and preference",
+            "chat_template: only formats chat, sharegpt, prompt, preference and unp",
         ),
         ({"format": "alpaca", "field": "x"}, "field: format alpaca reads instruction, input and o"),
         ({"loss": "all"}, "loss: format text has no answers; leave loss out"),
@@ -269,8 +269,8 @@ def test_fields_that_say_nothing_name_all_forms(build: Build) -> None:
     message = (
         r"line 1 has no field 'text' \(it has: body\), .*: text \(text\), chat \(messages\), "
         r"sharegpt \(conversations\), alpaca \(instruction and output\), prompt \(prompt and "
-        r"completion\), tokens \(input_ids\), preference \(chosen and rejected\); "
-        r"set data\.field"
+        r"completion\), tokens \(input_ids\), preference \(chosen and rejected\), unpaired "
+        r"\(prompt and completion and label\); set data\.field"
     )
     with pytest.raises(UnsupportedError, match=message):
         build({"body": "a"})

@@ -10,7 +10,7 @@ import pytest
 from farspan.data.config import DataConfig
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
-from farspan.data.packing import PackedBatch
+from farspan.data.packing import PackedBatch, mismatched
 from farspan.data.tokenizers import ByteTokenizer, load_tokenizer
 from farspan.spec import UnsupportedError
 from farspan.train.yaml_config import build
@@ -152,3 +152,57 @@ def test_an_answer_without_a_message_of_the_model_is_refused(tmp_path: Path) -> 
     record = {"chosen": CHOSEN, "rejected": CHOSEN[:1]}
     with pytest.raises(UnsupportedError, match="'rejected' has no message of the assistant"):
         corpus(tmp_path, [record], tokenizer=tokenizer)
+
+
+ANSWERS = [
+    {"prompt": f"q{n}: ", "completion": "yes" * (1 + n % 4), "label": n % 2 == 0} for n in range(9)
+]
+
+
+def test_labelled_answers_keep_their_labels(tmp_path: Path) -> None:
+    """Without a format the label tells them from completions, whose prompts nothing rates."""
+    found = open_records(tmp_path, *ANSWERS, context=64)
+    assert found.parts[0].opened.config.format == "unpaired"
+    assert "answers: 9, 5 of them desirable" in found.describe(64)
+    seen = []
+    for index in range(found.train.kept.sequences):
+        batch = found.train.batch([index])
+        for answer, (text, trained) in zip(batch.answers[0], texts(batch), strict=True):
+            own = ANSWERS[answer.number]
+            assert trained == f"{own['completion']}<end>"
+            assert text == f"{own['prompt']}{trained}"
+            assert batch.labels[0, answer.begin - 1] == UNTRAINED != batch.labels[0, answer.begin]
+            assert answer.desirable is own["label"]
+            seen.append(answer.number)
+    assert sorted(seen) == list(range(9))
+    assert found.longest == 4 + 13  # any answer may follow any prompt
+
+
+def test_mismatched_answers_follow_other_prompts(tmp_path: Path) -> None:
+    """The first is cut where its sequence would become longer."""
+    found = open_records(tmp_path, *ANSWERS, context=64).train
+    batch, before = found.batch([0, 1]), [found.batch([1]), found.batch([0])]
+    moved = mismatched(batch, before)
+    assert moved.input_ids.shape == batch.input_ids.shape == (2, 64)
+    lengths = [0, 0]
+    for row, one in enumerate(before):
+        answers = [texts(one)[-1][1], *(trained for _, trained in texts(batch, row)[:-1])]
+        found_now = texts(moved, row)
+        assert len(found_now) == len(answers) == len(moved.answers[row])
+        for place, (text, trained) in enumerate(found_now):
+            prompt = str(ANSWERS[batch.answers[row][place].number]["prompt"])
+            assert text == f"{prompt}{trained}"
+            assert answers[place].startswith(trained)
+            lengths[row] += len(prompt) + len(trained.replace("<end>", "$"))
+            assert place == 0 or trained == answers[place]
+        assert moved.lengths[row] == lengths[row]
+        assert (moved.labels[row, lengths[row] :] == UNTRAINED).all()
+        rest = 64 - len("".join(t.replace("<end>", "$") for t, _ in found_now[1:]))
+        whole = len(found_now[0][0].replace("<end>", "$")) == rest or found_now[0][1] == answers[0]
+        assert whole, "it is whole, or fills its sequence"
+
+
+@pytest.mark.parametrize("label", ["true", 2, None])
+def test_labels_are_true_or_false(tmp_path: Path, label: Any) -> None:
+    with pytest.raises(UnsupportedError, match="field 'label' is"):
+        open_records(tmp_path, {**ANSWERS[0], "label": label}, format="unpaired")

@@ -360,7 +360,7 @@ class TestPrompts:
             ({"prompt": [HI], "completion": []}, "field 'completion' has no message of the"),
             ({"prompt": [HI, {**HO, "train": 1}], "completion": [YES]}, "train a turn of the prom"),
             ({"prompt": "hi", "completion": "ho", "system": "x"}, "does not read 'system'"),
-            ({"prompt": "hi", "completion": "ho", "label": False}, "does not read 'label'"),
+            ({"prompt": "hi", "completion": "ho", "labels": [0]}, "does not read 'labels'"),
         ],
     )
     def test_what_is_no_prompt_is_named(self, read: Read, record: Any, message: str) -> None:

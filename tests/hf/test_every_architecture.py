@@ -20,13 +20,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from farspan.engine.step import Step
 from farspan.hf.probe import Float64Mode
 from farspan.spec import Schedule, UnsupportedError
+from tests.hf.test_text import KINDS
 from tests.numerics import relative_error
 from tests.zoo import (
     COMMON,
     FAMILIES,
     FURTHER,
+    GEMMA4,
+    GEMMA4_E2B,
     GPT2,
     RECURRENT,
+    SHARED_KV,
     make_model,
     scatter_weights,
 )
@@ -90,6 +94,9 @@ QWEN4 = {
     "ngram_vocab_size_base": 64,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# Their configurations hide sizes that layers differ in.
+E2B = {**COMMON, **GEMMA4_E2B, "model_type": "gemma4_text"}
+UNIFIED = {**COMMON, **GEMMA4, **SHARED_KV, "model_type": "gemma4_unified_text"}
 FIELDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text"), DECODER),
     **dict.fromkeys(("electra", "ernie", "megatron-bert", "rembert", "roberta"), DECODER),
@@ -99,6 +106,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
         "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "gemma4": {**KINDS["gemma4"], "text_config": E2B},
+    "gemma4_unified": {
+        **{"text_config": UNIFIED, "image_token_id": 60},
+        **{"video_token_id": 59, "audio_token_id": 58},
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mpt": {"attn_config": {"alibi": True}},
@@ -117,7 +129,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 # They need packages or weights that are not here, or parts of other models.
 UNTRIED = {
     "gemma3n": "its vision tower needs timm; its text model is gemma3n_text",
-    "dots3_note_text": "attends to the tokens that an indexer chooses",
     "dots3_note": "its parts must be larger; its text model is dots3_note_text",
     "musicgen": "is the decoder of an encoder-decoder model",
     "musicgen_melody": "is the decoder of an encoder-decoder model",

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
+from farspan.hf import recurrent
 from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
 from farspan.hf.recurrent import RecurrentStates
@@ -19,7 +20,7 @@ from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of
 from tests.hf.test_families import KEPT, STREAMED
 from tests.hf.test_refused import refusal
-from tests.numerics import relative_error
+from tests.numerics import EXACT, relative_error
 from tests.zoo import COMMON, RECURRENT, make_model
 
 pytestmark = pytest.mark.slow
@@ -111,7 +112,8 @@ def test_sparse_attention_leaves_recurrences_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", part_of(["lfm2", "qwen3_5_text", "mamba2", "nemotron_h"], "qwen3_5_text", "mamba2")
+    "name",
+    part_of(["lfm2", "qwen3_5_text", "mamba", "mamba2", "nemotron_h"], "qwen3_5_text", "mamba2"),
 )
 def test_bfloat16_is_as_close_as_plain(name: str) -> None:
     """Twice the error of plain bfloat16 autograd on the same model, both against float64."""
@@ -126,6 +128,32 @@ def test_bfloat16_is_as_close_as_plain(name: str) -> None:
         return sum(float(x.norm()) ** 2 for x in whole) ** 0.5
 
     assert error(found) <= 2 * error(plain)
+
+
+@pytest.mark.parametrize(
+    "name",
+    part_of(
+        ["mamba", "jamba", "minimax", "recurrent_gemma"], "jamba", "minimax", "recurrent_gemma"
+    ),
+)
+def test_states_that_no_cache_takes_go_on_from_a_chunk_and_not_from_a_document(name: str) -> None:
+    """transformers' code begins with zeros, which fresh weights of Mamba are small enough to
+    hide."""
+    documents = draw(27, batch=2, documents=6, seed=3)
+    assert_exact(name, Schedule(chunk=8, groups=2), [draw(25, batch=2), documents])
+
+
+def test_the_part_of_a_scan_that_stems_from_its_state() -> None:
+    given = [torch.rand(2, 3, 5), -torch.rand(3, 4), torch.randn(2, 3, 4), torch.randn(2, 4, 5)]
+    given = [x.double().requires_grad_() for x in given]
+    passed, rate, state, outwards = given
+    decay = torch.exp(rate[:, None] * passed[..., None])
+    plain = torch.einsum("bdtn,bdn,bnt->bdt", decay, state, outwards)
+    found = recurrent._Remembered.apply(*given)
+    assert relative_error(found, plain) <= EXACT
+    towards = torch.randn_like(plain)
+    pairs = (torch.autograd.grad(x, given, towards) for x in (found, plain))
+    assert all(relative_error(x, y) <= EXACT for x, y in zip(*pairs, strict=True))
 
 
 class TestRefused:
@@ -144,8 +172,10 @@ class TestRefused:
         assert "mlp_chunk_size: layer 0.linear_attn" in message
 
     @pytest.mark.parametrize("kind", ["jamba", "mamba"])
-    def test_a_scan_that_begins_anew(self, kind: str) -> None:
-        """Fresh weights are so small that neither outputs nor gradients would tell."""
+    def test_a_scan_that_begins_anew(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One of another name, as another transformers may have. Fresh weights are so small that
+        neither outputs nor gradients would tell."""
+        monkeypatch.setattr(recurrent, "SCAN", "another_scan")
         config = AutoConfig.for_model(kind, **COMMON)
         message = refusal(AutoModelForCausalLM.from_config(config))
         assert "does not continue from the state recurrent.0 that it hands on" in message

@@ -35,7 +35,6 @@ BART = {
     "decoder_ffn_dim": 48,
 }
 XGLM = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}
-GRIFFIN = {"num_hidden_layers": 3, "lru_width": 32}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 OTHERWISE = "caches K and V, but computes attention in code of its own"
 NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
@@ -68,8 +67,6 @@ class TestModels:
             ("bloom", {}, OTHERWISE),
             *((kind, CODE, OTHERWISE) for kind in ("gptj", "codegen") if OWN_ATTENTION),
             ("gpt_neo", NEO, OTHERWISE),
-            ("mamba", {"state_size": 4}, "does not continue from the state recurrent.0"),
-            ("recurrent_gemma", GRIFFIN, "layer 0 of .* mixes tokens"),
         ],
     )
     def test_that_attend_or_keep_a_state_in_their_own_way(

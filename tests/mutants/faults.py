@@ -27,6 +27,10 @@ DOCUMENT = (
     "tests/engine/test_documents.py::test_documents_give_what_they_give_alone",
 )
 RECURRENT = ("tests/hf/test_recurrent.py::test_documents_of_a_token",)
+GIVEN = (
+    "tests/hf/test_recurrent.py::"
+    "test_states_that_no_cache_takes_go_on_from_a_chunk_and_not_from_a_document",
+)
 HOST = "tests/train/test_optimizer_host.py::"
 FIELDS = "tests/field/test_records.py::"
 BEGUN = "tests/train/test_origin.py::"
@@ -251,6 +255,36 @@ STATES = (
         "goes_on, hands_on = run.document_start < start,",
         "goes_on, hands_on = run.document_start <= start,",
         RECURRENT,
+    ),
+    Fault(
+        "recurrence: a document's scan begins with the last one's state",
+        "        if not piece.goes_on:\n            return RecurrentStates()",
+        "        if not self.before:\n            return RecurrentStates()",
+        GIVEN,
+    ),
+    Fault(
+        "recurrence: a scan of Mamba 1 leaves out what it began with",
+        "out = (out + remembered * nn.functional.silu(z)).to(out.dtype)",
+        "out = (out + 0 * remembered).to(out.dtype)",
+        GIVEN,
+    ),
+    Fault(
+        "recurrence: a scan of Mamba 1 forgets what it began with",
+        "return out, last + (rate * passed[..., -1:]).exp() * state",
+        "return out, last + 0 * (rate * passed[..., -1:]).exp() * state",
+        GIVEN,
+    ),
+    Fault(
+        "recurrence: MiniMax's blocks begin with zeros",
+        "        return self.state\n\n    def __getattr__",
+        "        return 0 * self.state\n\n    def __getattr__",
+        GIVEN,
+    ),
+    Fault(
+        "recurrence: RecurrentGemma's begins with zeros",
+        'attributes={"recurrent_states": states.get_recurrent_state(0)}',
+        'attributes={"recurrent_states": None}',
+        tuple(f"{test}[recurrent_gemma]" for test in GIVEN),
     ),
     Fault(
         "recurrence: the gradient of a state twice",
@@ -670,6 +704,12 @@ RANKS = (
 
 SPARSE = (
     Fault(
+        "sparse: a rank has the index of its neighbour's heads",
+        "x.chunk(ranks)[number] for x in (self.queries, self.keys)",
+        "x.chunk(ranks)[number - 1] for x in (self.queries, self.keys)",
+        ("tests/sparse/test_index.py::test_ranks_choose_as_one_does",),
+    ),
+    Fault(
         "sparse: a page of the document before is chosen",
         "return (pages < self.first[..., None]).unsqueeze(1)",
         "return (pages < self.first[..., None] - 1).unsqueeze(1)",
@@ -749,7 +789,36 @@ VERIFY = (
     ),
 )
 
+INDEXER = "tests/hf/test_indexer.py::"
+INDEXERS = (
+    Fault(
+        "indexer: a query chooses from other documents",
+        "seen &= places >= of_row[0, queries, None]",
+        "pass",
+        (f"{INDEXER}test_a_step_gives_transformers_own_gradients[deepseek_v32]",),
+    ),
+    Fault(
+        "indexer: ties are broken by the length of the prefix",
+        "missing = self.tokens - args[0].shape[-1]",
+        "missing = 0",
+        (f"{INDEXER}test_scores_that_are_all_equal",),
+    ),
+    Fault(
+        "indexer: queries see all tokens of a block of keys",
+        "scores = scores.masked_fill(hidden.repeat(1, groups, 1)[:, None], -torch.inf)",
+        "pass",
+        (f"{INDEXER}test_a_step_is_exact[plain-deepseek_v32]",),
+    ),
+    Fault(
+        "indexer: the backward attends to all tokens",
+        "call = _choosing(ctx.call, chosen)",
+        "call = ctx.call",
+        (f"{INDEXER}test_a_step_is_exact[plain-deepseek_v32]",),
+    ),
+)
+
 FAULTS = (
     *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS, *RECORDS),
     *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *PROFILES, *REMADE),
+    *INDEXERS,
 )

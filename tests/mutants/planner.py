@@ -130,6 +130,18 @@ PLANNER = (
         ("tests/planner/test_quantized.py::test_one_module_at_a_time_is_unpacked",),
     ),
     Fault(
+        "sparse: bounds of time leave out choosing pages",
+        "return sum(self.prices.sparse.votes(spec, chunk) for chunk in choosing)",
+        "return 0.0 * len(choosing)",
+        ("tests/sparse/test_planner.py::test_few_chunks_and_layers_stand_for_all",),
+    ),
+    Fault(
+        "sparse: outlines of programs have all chunks",
+        "found.update(range(start, min(stop, start + ENDS)), range(max(start, stop - ENDS), stop))",
+        "found.update(range(start, stop))",
+        ("tests/sparse/test_planner.py::test_few_chunks_and_layers_stand_for_all",),
+    ),
+    Fault(
         "sparse: the last page of a slab is fetched with the next again",
         "for start in range(0, len(self), most_units):",
         "for start in range(0, len(self), max(1, most_units - 1)):",

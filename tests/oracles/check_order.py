@@ -277,7 +277,7 @@ class _Uses:
             case Kind.ATTENTION:
                 out = layer.query_heads * layer.value_dim
                 return [out * narrow, layer.query_heads * wide]
-        return [model.hidden * narrow]
+        return [model.passed() * narrow]
 
 
 def _all(lane: Lane, writes: bool, places: list[Range]) -> Iterator[Use]:

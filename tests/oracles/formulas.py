@@ -343,7 +343,7 @@ class _Case:
     # -- one tensor --------------------------------------------------------------------------------
 
     def _x_row(self) -> int:
-        return self.run.batch * self.model.hidden * self.model.element_bytes
+        return self.run.batch * self.model.passed() * self.model.element_bytes
 
     def _kv(self, group: int, tier: Tier) -> list[Term]:
         width = self.model.element_bytes
@@ -387,7 +387,7 @@ class _Case:
         if top or schedule.attention_save_fraction < schedule.activation_save_fraction:
             size += rows * _output_row(spec, self.model)
         inner = spec.saves_input and layer != self.layers(group)[0]
-        return _padded(size) + inner * rows * self.model.hidden * self.model.element_bytes
+        return _padded(size) + inner * rows * self.model.passed() * self.model.element_bytes
 
 
 def _output_row(spec: LayerSpec, model: ModelSpec) -> int:

@@ -31,7 +31,7 @@ def sent_bytes(program: Program, i: Instruction) -> dict[str, int]:
     match i:
         case Send(_, chunk):
             start, stop = program.share.tokens.ranges[chunk]
-            row = program.run.batch * program.model.hidden * program.model.element_bytes
+            row = program.run.batch * program.model.passed() * program.model.element_bytes
             return {"pipeline": max(1, stop - start) * row}
         case Forward():
             return _forward(program, i)

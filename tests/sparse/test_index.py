@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from farspan.attention.backends import reference
 from farspan.distributed.context import ParallelContext
+from farspan.engine.parallelize import parallelize
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf.attention_interface import answering, routed
-from farspan.program.layout import Layout, refuse_together
+from farspan.program.layout import Layout, Rank
 from farspan.sparse.attend import sampled, seen_mask
 from farspan.sparse.index import (
     CONFIG,
@@ -181,28 +182,33 @@ def divergence_of(
 
 
 def indexed_as_alone() -> None:
-    """Replicas and stages have all heads of a layer; each replica would learn for itself."""
+    """Replicas and stages have all heads of a layer, others their own; each replica would learn
+    for itself."""
     schedule, index = replace(SCHEDULES["device"], sparse=INDEXED), index_of_family("qwen2")
     expected = run_step(one := make_model("qwen2"), Step(one, schedule, selector=index), DATA)
-    for layout in Layout(pipeline=2), Layout(data=2):
+    for layout in Layout(pipeline=2), Layout(ulysses=2), Layout(tensor=2), Layout(data=2):
         model, ranks = make_model("qwen2"), ParallelContext(layout, torch.device("cpu"))
-        check(model, Step(model, schedule, selector=index, ranks=ranks), DATA, expected)
+        team = parallelize(model, schedule, ranks) if layout.tensor == 2 else ranks
+        check(model, Step(model, schedule, selector=index, ranks=team), DATA, expected)
         if layout.data == 2:
             learner = Step(model, schedule, selector=index.learning(), ranks=ranks)
             with pytest.raises(UnsupportedError, match=r"^index: each rank would learn .* process"):
                 learner(*DATA)
 
 
-def test_ranks_that_have_all_heads() -> None:
+def test_ranks_choose_as_one_does() -> None:
     run_ranks(2, indexed_as_alone)
 
 
-@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(tensor=2), Layout(ulysses=2, data=2)])
-def test_ranks_that_share_heads_are_refused(layout: Layout) -> None:
-    with pytest.raises(UnsupportedError, match=r"^sparse.selector: an index .* another selector"):
-        refuse_together(Schedule(sparse=INDEXED), layout)
-    refuse_together(Schedule(sparse=SPARSE), layout)
-    refuse_together(Schedule(sparse=INDEXED), Layout(data=2, pipeline=2))
+def test_ranks_that_spread_heads_twice_have_their_own_maps() -> None:
+    """Tensor parallelism cuts heads into runs, Ulysses each of these."""
+    whole = LayerIndex(torch.arange(8.0).view(8, 1, 1, 1), torch.arange(8.0).view(8, 1, 1))
+    layout = Layout(ulysses=2, tensor=2, data=2)
+    for number in range(layout.devices()):
+        rank = Rank(layout, number)
+        first = 4 * rank.along["tensor"] + 2 * rank.along["ulysses"]
+        own = whole.of_rank(rank)
+        assert own.queries.flatten().tolist() == own.keys.flatten().tolist() == [first, first + 1]
 
 
 class TestLearning:

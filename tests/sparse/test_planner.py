@@ -1,5 +1,6 @@
 """Plans with sparse attention: declared, cheaper at long contexts, flat in memory."""
 
+import cProfile
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 
 from farspan.ask import Request
-from farspan.planner.evaluate import evaluate, size
+from farspan.planner.bounds import rank_grids, tiers_of
+from farspan.planner.evaluate import Sized, evaluate, outlined, size
+from farspan.planner.feasibility import composed, slowest
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.remedies import part_words
-from farspan.planner.request import Plan
+from farspan.planner.request import Plan, Question
 from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
@@ -135,3 +138,44 @@ def test_maps_of_an_index_are_counted() -> None:
         assert parts.get("index", 0) == 7_340_032 * sparse.indexed
         assert random_index(asked.model.layers, 32).nbytes(torch.bfloat16) == 7_340_032
     assert part_words("means") == "keys that pages are compared by"
+
+
+FEW = (
+    Schedule(8192, (2, 2, 2), Tier.HOST, kv_kept=True, attention_save_fraction=0.5),
+    Schedule(4096, 1, kv=Tier.HOST, attention_save_fraction=0.75, layer_checkpoint=True),
+    Schedule(2048, (6,), attention_open=True, activation_save_fraction=0.5),
+    Schedule(16384, (1,) * 6, kv_kept=True, kv_home=Tier.DEVICE, attention=Tier.DEVICE),
+    Schedule(3072, (3, 3), kv_block=4096, attention_save_fraction=1.0),
+)
+
+
+@pytest.mark.parametrize("schedule", FEW, ids=range(len(FEW)))
+@pytest.mark.parametrize("sparse", [SPARSE, Sparse(budget=512, recent=1000, sinks=300)], ids=[1, 2])
+def test_few_chunks_and_layers_stand_for_all(schedule: Schedule, sparse: Sparse) -> None:
+    """Bytes and queues are those of the whole program, whose time no bound exceeds."""
+    asked, form = question(100 * 1024, sparse=sparse, overlap=True), schedule.with_sparse(sparse)
+    sized, outline = size(asked, form), outlined(asked, form)
+    assert (outline.device, outline.host) == (sized.device, sized.host)
+    assert len(outline.programs[0].instructions) < len(sized.programs[0].instructions)
+    whole, few = (run(asked, "grouped", form, sized) for run in (evaluate, at_once))
+    assert few.seconds.total == pytest.approx(whole.seconds.total, rel=0.03)
+    for lane in ("compute", "fetch", "evict", "host", "optimizer"):
+        assert getattr(few.seconds, lane) == pytest.approx(getattr(whole.seconds, lane))
+    grids = rank_grids(asked, form)
+    bound = float(slowest(grids)[..., tiers_of(form)].min())
+    assert 0.7 * whole.seconds.total < bound <= whole.seconds.total * (1 + 1e-9)
+
+
+def at_once(asked: Question, name: str, schedule: Schedule, sized: Sized) -> Plan:
+    return composed(asked, name, schedule, sized)[0]
+
+
+def test_a_sparse_plan_takes_twice_the_calls_of_a_dense_one() -> None:
+    """1.8 million beside 0.9, the search for dense schedules included; whole programs of each form
+    took 7.5, and to look at all chunks in each cell as many again."""
+    asked, taken = question(256 * 1024, sparse=SPARSE), list[int]()
+    for one in (replace(asked, sparse=None), asked):
+        profile = cProfile.Profile()
+        profile.runcall(best_plan, one)
+        taken.append(sum(entry.callcount for entry in profile.getstats()))
+    assert taken[1] < 2.4 * taken[0]

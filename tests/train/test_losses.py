@@ -315,9 +315,13 @@ def test_what_does_not_go_together_is_refused(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "foo"}, "kind: expected one of sft, dpo, ipo, orpo, distill, got text 'foo'$"),
+        (
+            {"kind": "foo"},
+            "kind: expected one of sft, dpo, ipo, orpo, kto, distill, got text 'foo'$",
+        ),
         ({"kind": "kpo"}, r"got text 'kpo' \(did you mean [a-z]po\?\)$"),
-        ({"kind": "kto"}, "kind: kto: no data.format has single answers"),
+        ({"kind": "kto", "desirable_weight": -1}, "desirable_weight: expected a number of at "),
+        ({"kind": "dpo", "desirable_weight": 2}, "desirable_weight: kind dpo does not use it"),
         ({"kind": "grpo"}, "kind: grpo: farspan train generates no answers"),
         ({"kind": "sft", "beta": 0.2}, "beta: kind sft does not use it"),
         ({"kind": "orpo", "reference": "stored"}, "reference: kind orpo does not use it"),

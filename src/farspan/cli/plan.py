@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 from farspan.ask import HERE, Request
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import MeasuringNotes, with_sparse, with_strategy
-from farspan.data.config import DataConfig, LossConfig, RecordFormat
+from farspan.data.config import DataConfig, LossConfig
 from farspan.durable import check_place, write_output
 from farspan.formatting import (
     as_meant,
@@ -642,7 +642,7 @@ def run_of_model(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"model": model, "data": {"path": options.get("data", DATA)}}
     if question.loss.is_cut:
         values |= {"loss": changed(loss := loss_of_run(question.loss))}
-        values["data"] |= {"format": RecordFormat.PREFERENCE.value} if loss.paired else {}
+        values["data"] |= {"format": loss.kind.row.format} if loss.kind.row.format else {}
     values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
     values |= {"margin": options["margin"]} if "margin" in options else {}
     values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}

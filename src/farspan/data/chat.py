@@ -23,9 +23,11 @@ from typing import Any, ClassVar
 from jinja2 import Environment, nodes
 from transformers.utils import chat_template_utils
 
+from farspan.data.config import MOST_QUOTED
 from farspan.data.formats import (
     ASSISTANT,
     CHOSEN,
+    LABEL,
     PROMPT,
     READ,
     REJECTED,
@@ -41,6 +43,7 @@ from farspan.data.formats import (
 )
 from farspan.data.templates import CALLS, Templates, read_message, read_object, read_tools
 from farspan.data.tokenizers import Document, Form, Written
+from farspan.formatting import shortened
 from farspan.spec import UnsupportedError
 
 # Names of speakers in ShareGPT and related formats, and their roles.
@@ -533,9 +536,9 @@ class PromptForm(Form):
         return self.chat is None or self.chat.reads_key(key)
 
     def read(self, document: Document) -> Written | None:
-        for name in self.columns:
+        for name in self.chats:
             field_of(document, name, self.key(name))
-        if _are_messages(document, self.columns, self.chat):
+        if _are_messages(document, self.chats, self.chat):
             return self._messages(document)
         prompt = text_of(document, self.prompt, self.key(self.prompt))
         text = prompt + text_of(document, self.completion, self.key(self.completion))
@@ -545,11 +548,40 @@ class PromptForm(Form):
 
     def _messages(self, document: Document) -> Written:
         assert self.chat is not None
-        told, said = (replace(self.chat, field=n).messages(document) for n in self.columns)
+        told, said = (replace(self.chat, field=n).messages(document) for n in self.chats)
         form = replace(self.chat, field=self.completion)
         if self.everything:
             return form.written(document, [*told, *said])
         return form.answer(document, [*told, *said], len(told))
+
+
+@dataclass(frozen=True, slots=True)
+class UnpairedForm(PromptForm):
+    """Reader of single answers: a prompt, its completion, and whether that is desirable."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt, self.completion, LABEL
+
+    @property
+    def chats(self) -> tuple[str, ...]:
+        return self.prompt, self.completion
+
+    def key(self, column: str) -> str:  # noqa: ARG002
+        return "data.format"
+
+    def reads(self, document: Document) -> Collection[str]:
+        return {LABEL, *_reads_of(self.chat, document, self.chats)}
+
+    def read(self, document: Document) -> Written | None:
+        label = field_of(document, LABEL, self.key(LABEL))
+        if label not in (False, True):  # 0 and 1 as well
+            raise UnsupportedError(
+                f"{document.place}: field {LABEL!r} is {shortened(repr(label), MOST_QUOTED)}, "
+                "expected true for a desirable answer or false"
+            )
+        written = PromptForm.read(self, document)
+        return None if written is None else replace(written, desirable=bool(label))
 
 
 @dataclass(frozen=True, slots=True)

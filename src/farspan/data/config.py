@@ -1,6 +1,7 @@
 """Configuration of the data: source of the text, tokenization, and the loss on it."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from enum import StrEnum
@@ -8,7 +9,16 @@ from pathlib import Path
 
 from farspan.formatting import LEAST_MEMORY, read_bytes
 from farspan.profile.catalog import is_on_hub
-from farspan.spec import ROUTER_KEYS, LossKeys, LossKind, Objective, Reference, UnsupportedError
+from farspan.spec import (
+    LABELLED,
+    PAIRS,
+    ROUTER_KEYS,
+    LossKeys,
+    LossKind,
+    Objective,
+    Reference,
+    UnsupportedError,
+)
 
 _SPLIT = "train"
 # Suffixes of files and their contents: a text, or records as JSON, in a table or in cells.
@@ -88,10 +98,20 @@ class RecordFormat(StrEnum):
     )
     # A prompt, the chosen answer and the rejected one.
     PREFERENCE = (
-        "preference",
+        PAIRS,
         FormatRow(
             ("chosen", "rejected"),
             "prompt, chosen and rejected; leave field out",
+            templated=True,
+            answers="trains only answers",
+        ),
+    )
+    # A prompt, one answer, and whether that is desirable.
+    UNPAIRED = (
+        LABELLED,
+        FormatRow(
+            (*_PROMPT, "label"),
+            "prompt, completion and label; leave field out",
             templated=True,
             answers="trains only answers",
         ),
@@ -321,13 +341,26 @@ class DataConfig(SourceConfig):
         )
 
 
-_PAIRED = [kind for kind in LossKind if kind.row.paired]
-# Formats that a loss does not take.
-PAIRED = (
-    "loss.kind: {} does not compare the answers of data.format preference; set loss.kind to "
-    f"{', '.join(_PAIRED[:-1])} or {_PAIRED[-1]}"
-)
-UNPAIRED = "loss.kind {} compares pairs of answers; give records with chosen and rejected"
+_COMPARE = {
+    PAIRS: "compares pairs of answers; give records with chosen and rejected",
+    LABELLED: "compares single answers; give records with prompt, completion and label",
+}
+
+
+def mismatch(kind: LossKind, formats: Collection[RecordFormat]) -> str:
+    """Return why a loss cannot train records of these formats, or "" if it can."""
+    needed = kind.row.format
+    if needed and {*formats} != {needed}:
+        return f"data.format: loss.kind {kind} {_COMPARE[needed]}"
+    for form in formats:
+        if form in _COMPARE and form != needed:
+            kinds = [other for other in LossKind if other.row.format == form]
+            others = " or ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
+            return (
+                f"loss.kind: {kind} does not compare the answers of data.format {form}; set "
+                f"loss.kind to {others}"
+            )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,10 +404,6 @@ class LossConfig(LossKeys):
     def routers(self) -> bool:
         """Return whether routers of a mixture of experts have a loss."""
         return self.router > 0 or self.router_z > 0
-
-    @property
-    def paired(self) -> bool:
-        return self.kind.row.paired
 
     def describe(self) -> str:
         """Return the loss in words, for the first lines of a run's output."""

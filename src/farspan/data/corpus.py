@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
+from farspan.data.chat import ChatForm, PreferenceForm, PromptForm, UnpairedForm
 from farspan.data.config import (
     SUFFIXES,
     DataConfig,
@@ -138,6 +138,9 @@ def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
             return _chat(config, tokenizer, everything)
         case RecordFormat.PREFERENCE:
             form: Form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
+        case RecordFormat.UNPAIRED as kind:
+            chat = _chat(config, tokenizer, False) if has_template else None
+            form = UnpairedForm(config.prompt, config.completion, False, chat, kind)
         case kind if kind in PLAIN:
             form = PLAIN[kind](config)
         case kind:  # a text or messages, and their answer
@@ -451,6 +454,9 @@ class Corpus:
     def _describe_pairs(self) -> Iterator[str]:
         for part in self.parts:
             store = part.stores[0]
+            if store.answers is not None:
+                good, count = int(store.answers[:, 1].sum()), store.documents()
+                yield f"answers: {count:,}, {good:,} of them desirable"
             if store.middles is None:
                 continue
             ends = np.stack([store.starts[:-1], store.middles, store.starts[1:]])
@@ -604,7 +610,7 @@ def _pack(
     seed: int,
 ) -> Packing:
     """Pack a source's documents into sequences. `source` is its key in the run file, for errors."""
-    if store.middles is not None:
+    if store.middles is not None or store.answers is not None:
         _refuse_cut(store, documents, source, kind, context)
     if kind is PackingKind.CUT:
         if store.trained is not None and not store.trained.all():
@@ -626,17 +632,18 @@ def _pack(
 def _refuse_cut(
     store: TokenStore, documents: np.ndarray, source: str, kind: PackingKind, context: int
 ) -> None:
-    """Raise UnsupportedError if packing would cut a pair of answers, which are compared whole."""
+    """Raise UnsupportedError if packing would cut answers, which are compared whole."""
+    what = "pairs" if store.answers is None else "answers"
     if kind is PackingKind.CUT:
-        raise UnsupportedError("data.packing: cut would divide pairs; set it to whole")
+        raise UnsupportedError(f"data.packing: cut would divide {what}; set it to whole")
     lengths = np.diff(store.starts)[documents]
     long = int((lengths > context).sum())
     if long:
         place = int(documents[lengths.argmax()])
         raise UnsupportedError(
-            f"{source}: {long:,} of {len(lengths):,} pairs are longer than the context of "
-            f"{context:,} tokens, and pairs are not divided; the longest, {store.name(place)}, has "
-            f"{int(lengths.max()):,} tokens; raise context to that, or leave out long pairs"
+            f"{source}: {long:,} of {len(lengths):,} {what} are longer than the context of "
+            f"{context:,} tokens, and {what} are not divided; the longest, {store.name(place)}, "
+            f"has {int(lengths.max()):,} tokens; raise context to that, or leave out long {what}"
         )
 
 

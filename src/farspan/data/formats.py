@@ -25,7 +25,7 @@ LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask
 UNTRAINED = -100  # label of a token without a loss, as everywhere in Hugging Face
 
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
-PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+PROMPT, CHOSEN, REJECTED, LABEL = "prompt", "chosen", "rejected", "label"
 TOOLS, SYSTEM, TEMPLATE_KWARGS = "tools", "system", "chat_template_kwargs"
 TURN_MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 
@@ -69,6 +69,12 @@ READ: Mapping[str, Mapping[str, str]] = {
         CHOSEN: "a text, or a list of messages",
         REJECTED: "the same",
         PROMPT: "like the answers; if they are lists of messages, both may begin with it instead",
+        **{name: f"of messages: {what}" for name, what in _ASKED.items()},
+    },
+    "unpaired": {
+        PROMPT: "a text, or a list of messages",
+        "completion": "like the prompt: the answer",
+        LABEL: "true if the answer is desirable, false if it is not",
         **{name: f"of messages: {what}" for name, what in _ASKED.items()},
     },
 }
@@ -285,7 +291,11 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _forms_with(names: Collection[str]) -> list[RecordFormat]:
-    return [kind for kind in RecordFormat if all(name in names for name in kind.row.marks)]
+    """Return the formats whose marks are all among these names, but none of whose marks another
+    one has, too: a label tells answers that are rated from completions."""
+    found = [kind for kind in RecordFormat if all(name in names for name in kind.row.marks)]
+    marks = [set(kind.row.marks) for kind in found]
+    return [kind for kind in found if not any({*kind.row.marks} < more for more in marks)]
 
 
 def _unused(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:

@@ -55,6 +55,15 @@ _PADDED = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class LabelledAnswer:
+    """A prompt and its answer in a sequence, as one document of the data."""
+
+    number: int  # in the whole data
+    begin: int  # first token of the answer in the sequence
+    desirable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Sequences of one length, with labels that are not shifted: who uses the batch shifts them."""
 
@@ -67,6 +76,12 @@ class PackedBatch:
     # 1. Empty if documents are not pairs.
     pairs: tuple[tuple[int, ...], ...] = ()
     lengths: tuple[int, ...] = ()  # tokens of documents in each sequence, which padding follows
+    answers: tuple[tuple[LabelledAnswer, ...], ...] = ()  # of each sequence, if they have labels
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the number in the data of each pair or labelled answer, row by row."""
+        labelled = (answer.number for row in self.answers for answer in row)
+        return (*(number for row in self.pairs for number in row), *labelled)
 
 
 class Packing:
@@ -118,7 +133,19 @@ class Packing:
         pairs = tuple(tuple(p.document for p in row) for row in rows)
         paired = self._store.middles is not None
         pairs = pairs if paired else ()
-        return PackedBatch(ids, labels, marks, names, sum(lengths), pairs, tuple(lengths))
+        answers = tuple(map(self._answers, rows)) if self._store.answers is not None else ()
+        return PackedBatch(ids, labels, marks, names, sum(lengths), pairs, tuple(lengths), answers)
+
+    def _answers(self, pieces: list[DocumentPiece]) -> tuple[LabelledAnswer, ...]:
+        """Return the labelled answers of a sequence, whose pieces are whole documents."""
+        assert self._store.answers is not None
+        found, begin = [], 0
+        for piece in pieces:
+            first, desirable = (int(number) for number in self._store.answers[piece.document])
+            place = begin + first - int(self._store.starts[piece.document])
+            found.append(LabelledAnswer(piece.document, place, bool(desirable)))
+            begin += piece.stop - piece.start
+        return tuple(found)
 
     def documents(self) -> int:
         """Return the number of documents, or of pairs of answers."""
@@ -203,10 +230,15 @@ class Mixture:
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """Return a batch of packing `packing` with its pairs numbered as in the whole mixture."""
+        """Return a batch of packing `packing` with its pairs and labelled answers numbered as in
+        the whole mixture."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
-        return replace(batch, pairs=pairs)
+        answers = tuple(
+            tuple(replace(answer, number=before + answer.number) for answer in row)
+            for row in batch.answers
+        )
+        return replace(batch, pairs=pairs, answers=answers)
 
     def once(self, index: int) -> PackedBatch:
         """Return sequence `index` of the mixture, as its packing's `once` gives it."""
@@ -239,7 +271,44 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
     names = tuple(name for row in rows for name in row.names)
     pairs = tuple(pair for row in rows for pair in row.pairs)
     lengths = tuple(length for row in rows for length in row.lengths)
-    return PackedBatch(ids, labels, marks, names, sum(lengths), pairs, lengths)
+    answers = tuple(answer for row in rows for answer in row.answers)
+    return PackedBatch(ids, labels, marks, names, sum(lengths), pairs, lengths, answers)
+
+
+def mismatched(batch: PackedBatch, before: Sequence[PackedBatch]) -> PackedBatch:
+    """Return a batch of labelled answers with each answer after the next prompt: every document has
+    its own prompt, and the answer of the document before it.
+
+    The first document of sequence r gets the answer of the last document in `before[r]`, a batch of
+    one sequence, cut where the sequence would become longer than it is.
+    """
+    return stack([_mismatched(batch, row, one) for row, one in enumerate(before)])
+
+
+def _mismatched(batch: PackedBatch, row: int, before: PackedBatch) -> PackedBatch:
+    length, answers = batch.input_ids.shape[1], batch.answers[row]
+    ends = np.flatnonzero(np.diff(batch.document_ids[row, : batch.lengths[row]])) + 1
+    starts = [0, *ends.tolist(), batch.lengths[row]]
+    own = [slice(one.begin, stop) for one, stop in zip(answers, starts[1:], strict=True)]
+    both = np.stack([batch.input_ids[row], batch.labels[row]])
+    theirs = np.stack([before.input_ids[0], before.labels[0]])
+    first = theirs[:, before.answers[0][-1].begin : before.lengths[0]]
+    room = length - batch.lengths[row] + own[-1].stop - own[-1].start
+    said = [first[:, :room], *(both[:, span] for span in own[:-1])]
+    asked = [both[:, start : one.begin] for start, one in zip(starts, answers, strict=False)]
+    documents = [np.concatenate(pair, 1) for pair in zip(asked, said, strict=True)]
+    sizes = [document.shape[1] for document in documents]
+    rest = length - sum(sizes)
+    filled = np.stack([np.zeros(rest, np.int64), np.full(rest, UNTRAINED)])
+    ids, labels = np.concatenate([*documents, filled], 1)
+    marks = np.repeat(np.arange(len(sizes)), sizes)
+    marks = np.append(marks, len(sizes) + np.arange(rest) // min(_PADDED, max(sizes)))
+    begins = np.cumsum([0, *sizes[:-1]]) + [part.shape[1] for part in asked]
+    moved = tuple(replace(a, begin=int(b)) for a, b in zip(answers, begins, strict=True))
+    own_names = (batch.names[row],)
+    return PackedBatch(
+        ids[None], labels[None], marks[None], own_names, sum(sizes), (), (sum(sizes),), (moved,)
+    )
 
 
 def seed_of_source(seed: int, number: int) -> int:

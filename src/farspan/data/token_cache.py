@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
+from farspan.data.chat import ChatForm, PreferenceForm, PromptForm, UnpairedForm
 from farspan.data.formats import HARMLESS_ENDINGS, HARMLESS_NAMES, READ, Fields, TextForm
 from farspan.data.tokenizers import (
     PART,
@@ -72,7 +72,7 @@ _BATCH_SIZE = 1 << 20  # characters for a tokenizer at once: enough to fill its 
 _BLOCK = 1 << 18
 _DIGEST = 16  # bytes of SHA-256: 400 GB of tokens have 25 MB of digests
 _MOST_ENDS = 16  # most ids of ends of turns to keep
-_FILES = ("starts", "origins", "trained", "tokens")  # in the order of their digests
+_FILES = ("starts", "origins", "answers", "trained", "tokens")  # in the order of their digests
 
 OneContent = Written | LongText | Encoded
 Parts = Iterable[Encoded]  # parts of one document
@@ -107,6 +107,9 @@ class TokenStore:
     # [documents] int64: start of each document's second part; None: each has one part. A pair is
     # one document: the chosen answer, then the rejected one.
     middles: np.ndarray | None = None
+    # [documents, 2] int64, if documents are single answers with a label: the answer's first token
+    # in the store, and 1 if the answer is desirable.
+    answers: np.ndarray | None = None
     ignored: tuple[str, ...] = ()  # fields of records that the user drops
     harmless: tuple[str, ...] = ()  # fields that do not affect training
     turns: "Turns" = field(default_factory=lambda: Turns())
@@ -125,7 +128,11 @@ class TokenStore:
         return len(self.starts) - 1
 
     def longest(self) -> int:
-        """Return the number of tokens of the longest document or, in pairs, the longest answer."""
+        """Return the number of tokens of the longest document or, in pairs, the longest answer. Any
+        labelled answer may follow any prompt (`packing.mismatched`)."""
+        if self.answers is not None:
+            begins = self.answers[:, 0]
+            return int((begins - self.starts[:-1]).max() + (self.starts[1:] - begins).max())
         if self.middles is None:
             return int(np.diff(self.starts).max())
         firsts, seconds = self.middles - self.starts[:-1], self.starts[1:] - self.middles
@@ -377,6 +384,7 @@ def _fill(
     form, read = fields.form, False
     narrow = tokenizer.size() <= 1 << 16 and not form.any_ids
     paired, began = isinstance(form, PreferenceForm), time.monotonic()
+    compared = paired or isinstance(form, UnpairedForm)
 
     def tell(count: int) -> None:
         read = replace(source.how_far(), seconds=time.monotonic() - began)
@@ -388,7 +396,7 @@ def _fill(
         if form.masked:
             masks = stack.enter_context(_Column(folder / "trained.npy", "|b1"))
         turns = _TurnCounter(list(tokenizer.ends()), not isinstance(form, TextForm))
-        table = _Table(tokens, masks, turns, list(tokenizer.signs()), paired, form.any_ids)
+        table = _Table(tokens, masks, turns, list(tokenizer.signs()), compared, form.any_ids)
         for batch in _batches(fields.documents(source.documents()), form):
             read = True
             rows = zip(batch.documents, batch.contents, batch.encode(tokenizer), strict=True)
@@ -401,6 +409,10 @@ def _fill(
     table.digest.update(starts.tobytes())
     np.save(folder / "starts.npy", starts)
     np.save(folder / "origins.npy", origins.reshape(-1, 2))
+    if isinstance(form, UnpairedForm):
+        answers = np.frombuffer(table.answers, np.int64)
+        table.digest.update(answers.tobytes())
+        np.save(folder / "answers.npy", answers.reshape(-1, 2))
     return {
         "tokens": int(starts[-1]),
         "documents": len(starts) - 1,
@@ -423,10 +435,11 @@ class _Table:
     masks: "_Column | None"
     turns: "_TurnCounter"
     signs: list[int]
-    paired: bool
+    compared: bool  # documents are answers that a loss compares
     understood: bool
     starts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     origins: "array[int]" = field(default_factory=lambda: array("q"))
+    answers: "array[int]" = field(default_factory=lambda: array("q"))  # of labelled answers
     digest: Any = field(default_factory=hashlib.sha256)
     largest: int = 0
     any_trained: bool = False
@@ -435,13 +448,16 @@ class _Table:
         """Append a document. Between parts of a long text, yield the number of tokens so far."""
         size = 0
         for encoded in parts:
-            if self.paired and not encoded.trained[1:].any():
+            if self.compared and not encoded.trained[1:].any():
                 raise UnsupportedError(
                     f"{document.place}: an answer has no token to train; leave the record out"
                 )
             if len(encoded.ids) == 0:
                 continue
             self._write(encoded)
+            if isinstance(content, Written) and content.desirable is not None:
+                begin = self.starts[-1] + int(encoded.trained.argmax())
+                self.answers.extend((begin, content.desirable))
             self.turns.add(content, encoded, first=size == 0)
             if size:
                 yield self.starts[-1] + size
@@ -592,10 +608,10 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
 
 def _read_text(document: Document, form: Form) -> Written | LongText | None:
     """Return the document of a plain text file; None if it is blank. Raises UnsupportedError if
-    `form` reads pairs of answers."""
-    if isinstance(form, PreferenceForm):
+    `form` reads answers that a loss compares."""
+    if isinstance(form, PreferenceForm | UnpairedForm):
         raise UnsupportedError(
-            f"data.path: {document.place} is plain text, without two answers to compare; give a "
+            f"data.path: {document.place} is plain text, without answers to compare; give a "
             "glob that matches only the files with records"
         )
     text = document.fields[TEXT]

@@ -75,6 +75,7 @@ class Written:
     trained: tuple[tuple[int, int], ...] | None = None
     bare: bool = False  # used as it is: the tokenizer adds no special tokens and no end
     holds_sign: bool = False  # a message's content has a sign that ends turns
+    desirable: bool | None = None  # label of a single answer; None: it has none
 
     def size(self) -> int:
         return len(self.text)

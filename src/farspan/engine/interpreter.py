@@ -38,7 +38,7 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
 from farspan.hf.dropout import Draws, TokenRange
-from farspan.hf.stages import CausalLMStages, LayerCall
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Cell, Order
@@ -401,7 +401,7 @@ class Interpreter:
     def _passing(self, chunk: int) -> Tensor:
         """Allocate a tensor to receive hidden states, or gradients, of a chunk: [B, C, hidden]."""
         span, run = self._span(chunk), self.program.run
-        shape = run.batch, span.stop - span.start, self.program.model.hidden
+        shape = run.batch, span.stop - span.start, self.program.model.passed()
         return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
@@ -432,15 +432,14 @@ class Interpreter:
         layer, call = self.layers.of(i), self._call(i.layer, i.chunk)
         saved = self._saved(i, hidden, cell) if i.kept else None
         try:
-            with torch.set_grad_enabled(i.graph), answering(cell):
+            with torch.set_grad_enabled(i.graph), answering(cell, cell.choose):
                 entered, graph_input = enter(hidden) if i.graph else (hidden, None)
                 with nullcontext() if saved is None else saved.hooks():
-                    out = layer(entered, *call.arguments, **call.keywords)
+                    out = run_layer(layer, entered, call)
         except KVWritten:
             return
         if i.drops:
             return
-        out = out[0] if isinstance(out, tuple) else out
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if graph_input is not None:
             if saved is not None:
@@ -551,7 +550,7 @@ class Interpreter:
 
     def _as_input(self, store: Tensor, chunk: int) -> Tensor:
         """View a cell's saved bytes as a layer's input, [B, C, hidden]."""
-        span, width = self._span(chunk), self.program.model.hidden
+        span, width = self._span(chunk), self.program.model.passed()
         shape = self.program.run.batch, span.stop - span.start, width
         size = prod(shape) * self.storage.dtype.itemsize
         return store[:size].view(self.storage.dtype).view(shape)

@@ -289,6 +289,9 @@ class AttentionKernels:
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         """Return a layer's kernel. Raises UnsupportedError if the chosen kernel cannot run it."""
+        if spec.indexer is not None:
+            _refuse_choice(self.choice, "attention to all tokens, not to those of an indexer")
+            return Tiled(spec.softcap)
         lengths = None
         if program is not None:
             lengths = chunk_lengths(program, most_of(spec, program.run))

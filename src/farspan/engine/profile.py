@@ -46,6 +46,7 @@ from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
 from farspan.hf.dropout import Draws, drawing
 from farspan.hf.fused_layers import fuse, gate_forward
+from farspan.hf.indexer import trained_parameters
 from farspan.hf.quantized import linear_widths, plain_linears, shape_of
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
@@ -199,14 +200,14 @@ class _Way:
 def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) -> _Run:
     tokens, *tile = length
     stages, program = measured.stages, measured.program(tokens, kept=way.kept)
-    parameters = [p for p in stages.layers[layer].parameters() if p.requires_grad]
+    parameters = trained_parameters(stages.layers[layer])
     _set_sums(parameters, exist=not way.fresh)
     meter = Meter()
     tape, passes = CellTape(meter), list[CellPass]()
     forward, backward = _of_layer(program, layer)
     steps = (replace(forward, **_FORWARD, graph=way.graph, kept=way.kept), backward)
     program = replace(program, instructions=steps[: 1 + way.graph])
-    blanks = torch.empty(2, 1, tokens, measured.spec.hidden, dtype=stages.dtype, device=META)
+    blanks = torch.empty(2, 1, tokens, measured.spec.passed(), dtype=stages.dtype, device=META)
     now = Registers()
     now.hidden[layer], now.gradient[layer + 1] = (x.clone() for x in blanks)
     again = {layer: blanks[0]} if way.kept else {}  # a kept graph's input, from its buffer
@@ -232,7 +233,7 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
         interpreter.run()
     sums = sum(p.grad.nbytes for p in parameters if way.fresh and p.grad is not None)
     _set_sums(parameters, exist=False)
-    out = tokens * measured.spec.hidden * measured.spec.element_bytes
+    out = tokens * measured.spec.passed() * measured.spec.element_bytes
     return _Run(passes[0], passes[1] if way.graph else None, out, saved[0], sums)
 
 
@@ -409,7 +410,7 @@ def _of_whole(
         name=name,
         layers=tuple(profile.spec.layers[kinds.index(kind)] for kind in kinds),
         parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(whole.model)),
     )
     return replace(profile, spec=spec, kind_of=kind_of)
 
@@ -485,7 +486,7 @@ def _kind(measured: _Subject, layer: int, variant: Variant) -> tuple[KindProfile
             plain = runs
         if way.kept and not whole:
             whole = runs
-    weights = tuple(p.numel() for p in stages.layers[layer].parameters() if p.requires_grad)
+    weights = tuple(p.numel() for p in trained_parameters(stages.layers[layer]))
     first = measured.heads_first.pop() if measured.heads_first else False
     measured.heads_first.clear()
     work = _work(measured, layer, plain, variant)
@@ -505,7 +506,7 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant
     forward = line_of(lengths, [run.forward.counts.traffic for run in runs])
     return LayerWork(
         parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(measured.stages.layers[layer])),
         products=tuple(products),
         projections=before,
         feed_forward=max(0, len(products) - before - (3 if variant.rank else 1)),
@@ -531,7 +532,7 @@ class _Outside:
 
     def profile(self) -> OuterProfile:
         embeds = [self._pass(tokens, Embed(0)) for tokens in LENGTHS]
-        hidden = self.measured.spec.hidden * self.measured.spec.element_bytes
+        hidden = self.measured.spec.passed() * self.measured.spec.element_bytes
         tables = less_of(line_of(_Way().lengths(), [p.marks["end"] for p in embeds]), hidden)
         fresh = self._head(self.parameters)
         by_head = tuple(p.grad is not None for p in self.parameters)
@@ -570,7 +571,7 @@ class _Outside:
         meter = Meter()
         sums = GradientAccumulator()
         found, tape, now = list[CellPass](), CellTape(meter), Registers()
-        shape, top = (1, tokens, measured.spec.hidden), len(measured.stages.layers)
+        shape, top = (1, tokens, measured.spec.passed()), len(measured.stages.layers)
         for bank, place in (now.hidden, top), (now.gradient, 0):
             bank[place] = torch.empty(shape, dtype=measured.stages.dtype, device=META)
         made = partial(measured.interpreter, piece=piece, sums=sums, registers=now)

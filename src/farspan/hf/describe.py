@@ -18,10 +18,11 @@ from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.dropout import still
 from farspan.hf.fused_layers import fuse
+from farspan.hf.indexer import IndexerCall, trained_parameters
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
-from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
+from farspan.hf.recurrent import RecurrentStates, run_piece, zero_states
 from farspan.hf.routers import routers_of
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.swap import put, replacements
@@ -82,13 +83,14 @@ def _described(
     parameters = list(model.parameters())
     return ModelSpec(
         name=getattr(model.config, "name_or_path", "") or type(model).__name__,
-        hidden=stages.width,
+        hidden=stages.hidden,
         vocab=stages.vocab,
         layers=tuple(layers),
         element_bytes=stages.dtype.itemsize,
         parameters=sum(map(elements, parameters)),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
+        carried=stages.width - stages.hidden,
     )
 
 
@@ -170,19 +172,27 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
         layer = copied(layer, device)
     named = {"x": hidden}
 
-    def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any) -> Tensor:
-        named["out"] = _QueryOnly.apply(q, k, v)
+    def attention(
+        _: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **keywords: Any
+    ) -> Tensor:
+        named["out"] = _QueryOnly.apply(q, k, v, keywords.get("indices"))
         return named["out"].transpose(1, 2)
 
-    if measured.spec.state:
-        states = zero_states(measured.spec.state, batch, stages.dtype, device)
-        given = RecurrentStates({name: x.requires_grad_() for name, x in states.items()})
-        call = with_states(call, given)
+    def choose(call: IndexerCall) -> Tensor:
+        return call.blank(call.sizes.tokens)
+
+    before = zero_states(measured.spec.state, batch, stages.dtype, device)
+    for state in before.values():
+        state.requires_grad_()
 
     def count() -> _SavedByTokens:
         saved = SavedActivations((*layer.parameters(), *layer.buffers()), named)
-        with torch.enable_grad(), answering(attention), saved.hooks():
-            out = run_layer(layer, hidden.requires_grad_(), call)
+        with torch.enable_grad(), answering(attention, choose), saved.hooks():
+            hidden.requires_grad_()
+            if before:
+                out = run_piece(layer, hidden, call, RecurrentStates(before))
+            else:
+                out = run_layer(layer, hidden, call)
         # The graph of `out` kept the saved tensors alive while they were counted.
         del out
         found = _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)
@@ -198,17 +208,18 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
 
 
 class _QueryOnly(torch.autograd.Function):
-    """Stand-in for attention that saves only q, as in a cell, whose buffers hold the output."""
+    """Stand-in for attention that saves only q and the chosen tokens, as in a cell, whose buffers
+    hold the output."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, chosen)
         batch, heads, tokens, _ = q.shape
         # In the memory layout of a cell's output, which some families view.
         return (q.new_ones(batch, tokens, heads, v.shape[3]) + 0 * k.sum()).transpose(1, 2)
 
     @staticmethod
-    def backward(_: Any, __: Tensor) -> tuple[None, None, None]:
+    def backward(_: Any, __: Tensor) -> tuple[None, None, None, None]:
         raise AssertionError("the probe is never differentiated")
 
 
@@ -241,7 +252,7 @@ def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWor
     products += [(w.shape[1], w.shape[2]) for w in stacked for _ in range(active)]
     return LayerWork(
         parameters=sum(map(elements, weights)),
-        trainable=sum(w.numel() for w in weights if w.requires_grad),
+        trainable=sum(w.numel() for w in trained_parameters(layer)),
         products=tuple(products),
         projections=min(PROJECTIONS, len(products)),
         forward_traffic=saved,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from farspan.activations import is_recording, remade, rerun
+from farspan.hf.indexer import is_indexer
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.swap import shell_of
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
@@ -74,8 +75,8 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
     the first rule that matches it. Returns the module itself if no rule matches anything in it."""
     rules = tuple(rules)
     # A parametrized module has its own class, which is not copied. A forward set on the module
-    # itself calls its own children.
-    if is_parametrized(module) or "forward" in module.__dict__:
+    # itself calls its own children, as does the one that a step sets on an indexer.
+    if is_parametrized(module) or "forward" in module.__dict__ or is_indexer(module):
         return module
     own = {name: child for name, child in module._modules.items() if child is not None}
     shells = {name: in_shells(child, rules) for name, child in own.items()}

@@ -5,18 +5,23 @@ convolution's last inputs, a recurrence's state. `RecurrentStates` replaces that
 and one piece of a sequence. No tensor changes in place, so gradients flow from the states after a
 piece back to the states before it. Families of transformers 5.17 call the cache's layers, those of
 5.23 the cache; both interfaces exist here.
+
+Some families' code takes no state for several tokens, or keeps states in its modules. `continued`
+gives those modules other forwards for a piece.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farspan.hf.stages import LayerCall, run_layer
+from farspan.hf.swap import Part, forwards, put_in, shell_of
 from farspan.spec import StateTensor, UnsupportedError
 
 CONV, RECURRENT = "conv", "recurrent"
@@ -91,6 +96,12 @@ class RecurrentStates:
         self._know(f"{RECURRENT}.{state_idx}", recurrent_states)
         return recurrent_states
 
+    def get_linear_cache(self, _: int) -> None:
+        """Return None to MiniMax's linear attention, which would run token by token otherwise."""
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def update(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
             "model: one of its layers caches K and V, but computes attention in code of its own; "
@@ -138,9 +149,10 @@ def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: Recurre
     treat a single token after others as generation, with code that changes states in place and
     rounds differently. So such a token runs as two, with a copy after it: the states after it are
     not valid, and `call` must be for 2 tokens (see `takes_two`)."""
-    if not takes_two(hidden.shape[1], states.before):
-        return run_layer(layer, hidden, with_states(call, states))
-    return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
+    with put_in(continued(layer, states)):
+        if not takes_two(hidden.shape[1], states.before):
+            return run_layer(layer, hidden, with_states(call, states))
+        return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
 
 
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
@@ -169,3 +181,127 @@ def zero_states(
         s.name: torch.zeros(batch, *s.shape, dtype=state_dtype(s, dtype), device=device)
         for s in spec
     }
+
+
+# -- modules that take no state through a cache -------------------------------------------------
+
+SCAN = "mamba_selective_scan"  # in transformers 5.16 to 5.24; Mamba 2's has another signature
+
+
+def continued(layer: nn.Module, states: RecurrentStates) -> Iterator[Part]:
+    """Yield forwards, for `put_in`, of modules in a layer that would not begin with `states`."""
+    state = states.before.get(f"{RECURRENT}.0")
+    for module in layer.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if "rg_lru" in names:
+            yield from _griffin(module, states)
+        elif state is not None and SCAN in names:
+            scan = forward.__globals__[SCAN]
+            # Zamba scans its heads one after another, [B, heads, channels, N]; others have one.
+            heads = state.unbind(1) if state.ndim == 4 else (state,)
+            yield _with_globals(module, forward, {SCAN: _continued_scan(scan, iter(heads))})
+        elif state is not None and "get_linear_cache" in names:
+            yield _with_globals(module, forward, {"torch": _BeginningWith(state)})
+
+
+def _with_globals(module: nn.Module, forward: Any, names: dict[str, Any]) -> Part:
+    """Return a module's own forward in which some global names stand for something else."""
+    own = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, **names},
+        argdefs=forward.__defaults__,
+        closure=forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return next(forwards({module: MethodType(own, module)}))
+
+
+@dataclass(frozen=True, slots=True)
+class _BeginningWith:
+    """Module torch for MiniMax's linear attention, whose state begins as torch.zeros."""
+
+    state: Tensor
+
+    def zeros(self, *_: Any, **__: Any) -> Tensor:
+        return self.state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _griffin(block: Any, states: RecurrentStates) -> Iterator[Part]:
+    """Yield forwards for the convolution and the recurrence of a RecurrentGemma block, which keeps
+    their states as attributes, and reads them for a single token only."""
+    convolve, recur = block.conv_1d, block.rg_lru
+
+    def convolution(x: Tensor) -> Tensor:
+        whole = states.update_conv_state(x, 0, conv_kernel_size=block.conv1d_width - 1)
+        return type(convolve).forward(convolve, whole)[..., whole.shape[-1] - x.shape[-1] :]
+
+    def recurrence(x: Tensor, position_ids: Tensor) -> Tensor:
+        shell = shell_of(recur, attributes={"recurrent_states": states.get_recurrent_state(0)})
+        out: Tensor = shell(x, position_ids)
+        states.update_recurrent_state(shell.recurrent_states, 0)
+        return out
+
+    return forwards({convolve: convolution, recur: recurrence})
+
+
+def _continued_scan(scan: Callable[..., Any], states: Iterator[Tensor]) -> Callable[..., Any]:
+    """Return a Mamba 1 scan whose calls begin with one of `states` each, [B, channels, N]. The
+    results of `scan`, which begins with zeros, are linear in the state: its part is added."""
+
+    def run(
+        x: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        inwards: Tensor,
+        outwards: Tensor,
+        *,
+        delta_bias: Tensor,
+        z: Tensor,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Scan x and its step sizes, [B, channels, T], with the rates [channels, N] and the
+        projections to and from the state, [B, N, T]."""
+        out, last = scan(x, step, rate, inwards, outwards, delta_bias=delta_bias, z=z, **keywords)
+        passed = nn.functional.softplus(step + delta_bias[:, None]).cumsum(dim=-1)
+        state = next(states).to(passed.dtype)
+        remembered = _Remembered.apply(passed, rate, state, outwards.to(passed.dtype))
+        out = (out + remembered * nn.functional.silu(z)).to(out.dtype)
+        return out, last + (rate * passed[..., -1:]).exp() * state
+
+    return run
+
+
+class _Remembered(torch.autograd.Function):
+    """Part of a Mamba 1 scan's output that stems from the state it begins with, [B, channels, T].
+
+    Of the decayed states, [B, channels, T, N], one of N parts exists at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, passed: Tensor, rate: Tensor, state: Tensor, outwards: Tensor) -> Tensor:
+        """Compute sum_n exp(rate[:, n] passed) state[:, :, n] outwards[:, n]."""
+        ctx.save_for_backward(passed, rate, state, outwards)
+        out = torch.zeros_like(passed)
+        for n in range(rate.shape[1]):
+            decay = (rate[:, n, None] * passed).exp_()
+            out += decay.mul_(state[:, :, n, None]).mul_(outwards[:, n, None])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        passed, rate, state, outwards = ctx.saved_tensors
+        of_passed, of_rate = torch.zeros_like(passed), torch.zeros_like(rate)
+        of_state, of_outwards = torch.zeros_like(state), torch.zeros_like(outwards)
+        for n in range(rate.shape[1]):
+            given = (rate[:, n, None] * passed).exp_().mul_(gradient)
+            of_outwards[:, n] = (given * state[:, :, n, None]).sum(1)
+            given.mul_(outwards[:, n, None])
+            of_state[:, :, n] = given.sum(-1)
+            given.mul_(state[:, :, n, None])
+            of_rate[:, n] = (given * passed).sum((0, 2))
+            of_passed += given.mul_(rate[:, n, None])
+        return of_passed, of_rate, of_state, of_outwards

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from farspan.hf.attention_interface import FirstPositions, position_scale
+from farspan.hf.carried import INPUT, SHARED, LayerCarry, carries_of, named_arguments
 from farspan.hf.edits import layer_signature
 from farspan.hf.swap import Module, StandIn, shell_of
 from farspan.hf.unsupported import (
@@ -58,6 +59,7 @@ class LayerCall:
     arguments: tuple[Any, ...]  # positional, after the hidden state
     keywords: dict[str, Any]
     caches: frozenset[str] = frozenset()  # keywords that pass a cache to the layer
+    carry: LayerCarry | None = None  # None: the layer is passed one hidden state
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "LayerCall":
         def changed(leaf: Any) -> Any:
@@ -89,6 +91,7 @@ class _Record:
 
     model: nn.Module
     in_tuples: bool  # return (hidden, None) from layers
+    named: bool  # record arguments by name
     hidden: Tensor | None = None  # the first layer's input
     calls: list[LayerCall] = field(default_factory=list)
 
@@ -106,6 +109,8 @@ class _Recorder(StandIn):
             record.hidden = hidden
         elif hidden.shape != record.hidden.shape:
             raise _Unpacked(record.model)
+        if record.named:
+            arguments, keywords = (), named_arguments(self._module, arguments) | keywords
         record.calls.append(LayerCall(arguments, keywords))
         if self._last:
             raise _AllRecorded
@@ -191,6 +196,7 @@ class CausalLMStages:
         self.decoder, self._layers_name = _decoder_of(inner)
         self.layers = cast(nn.ModuleList, self.decoder.get_submodule(self._layers_name))
         self._path = _path_to(inner, self.decoder)
+        self.carries = carries_of(self.decoder, self.layers)
         self.first_position = first_position(inner)
         self.scales = [position_scale(layer) for layer in self.layers]
         self._by_length = chooses_by_length(inner.config)
@@ -235,9 +241,15 @@ class CausalLMStages:
         return min(table.shape[0] for table in rows)
 
     @property
-    def width(self) -> int:
+    def hidden(self) -> int:
         """Number of elements of a token's hidden state."""
         return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a token that layers pass on: most pass on the hidden state alone,
+        others a packed tensor (`hf.carried`), which then is what `hidden` arguments hold."""
+        return self.carries[0].layout.width if self.carries else self.hidden
 
     @property
     def _embedding(self) -> Tensor:
@@ -269,7 +281,7 @@ class CausalLMStages:
     def _without_lookup(self, batch: int, position_ids: Tensor) -> dict[str, Tensor]:
         # Rotary tables take only their dtype and device from the embeddings, so one expanded number
         # replaces those.
-        width = self._embedding.shape[-1]
+        width = 1 if self.carries else self._embedding.shape[-1]
         blank = torch.zeros((), dtype=self.dtype, device=self.device)
         shape = (batch, position_ids.shape[1], width)
         return {"inputs_embeds": blank.expand(shape), "position_ids": position_ids}
@@ -278,6 +290,8 @@ class CausalLMStages:
         inputs["position_ids"] = inputs["position_ids"] + self.first_position
         record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
         assert record.hidden is not None
+        if self.carries:
+            record.hidden = self._packed(record)
         if self._caches is None:
             self._caches = self._given_caches(record.calls)
         for index, (call, names) in enumerate(zip(record.calls, self._caches, strict=True)):
@@ -286,6 +300,18 @@ class CausalLMStages:
                 first = FirstPositions(inputs["position_ids"], *scale)
                 call.keywords |= dict.fromkeys(names, first)
         return record.hidden, record.calls
+
+    def _packed(self, record: _Record) -> Tensor:
+        """Return the first layer's input as a packed tensor, which takes the per-layer inputs out
+        of the calls, and with which these calls then run."""
+        assert record.hidden is not None
+        inputs = []
+        for call, carry in zip(record.calls, self.carries, strict=True):
+            call.carry = carry
+            call.keywords.pop(SHARED, None)
+            if carry.layout.inputs:
+                inputs.append(call.keywords.pop(INPUT))
+        return self.carries[0].layout.packed(record.hidden, inputs)
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
         """Return, for each layer, the names of the arguments that pass a cache, which vary by
@@ -304,13 +330,18 @@ class CausalLMStages:
     def _recorded(
         self, in_tuples: bool, inputs: dict[str, Tensor], use_cache: bool = False
     ) -> _Record:
-        record, last = _Record(self.model, in_tuples), len(self.layers) - 1
+        record = _Record(self.model, in_tuples, bool(self.carries))
+        last, modules = len(self.layers) - 1, self._settled
         recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
+        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
+        attributes: dict[str, Any] = {"warn_if_padding_and_no_attention_mask": lambda *_: None}
+        if self.carries and "inputs_embeds" in inputs:
+            layout = self.carries[0].layout
+            modules, attributes = modules | layout.blank_modules(), attributes | layout.blank()
         shell = shell_of(
             self.decoder,
-            {**self._with_layers(nn.ModuleList(recorders), shell_of), **self._settled},
-            # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
-            attributes={"warn_if_padding_and_no_attention_mask": lambda *_: None},
+            {**self._with_layers(nn.ModuleList(recorders), shell_of), **modules},
+            attributes=attributes,
         )
         try:
             shell(use_cache=use_cache, **inputs)
@@ -379,20 +410,25 @@ class CausalLMStages:
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
 
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
-        given = (hidden, None) if in_tuples else hidden
-        layers = nn.ModuleList([_Inject(self.layers[0], given)])
+        tokens = hidden.shape[:2]
+        layout = self.carries[0].layout if self.carries else None
+        top = hidden if layout is None else layout.hidden_states(hidden)
+        layers = nn.ModuleList([_Inject(self.layers[0], (top, None) if in_tuples else top)])
         decoder = self._shell(self.decoder, self._with_layers(layers, self._shell))
+        if layout is not None:
+            blanks = layout.blank_modules()
+            decoder = shell_of(decoder, blanks, attributes=layout.blank())
         root = self._around(decoder, self._shell) if head else decoder
         blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         width = self._embedding.shape[-1]
         position_ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
         out = root(
-            inputs_embeds=blank.expand(*hidden.shape[:2], width),
+            inputs_embeds=blank.expand(*tokens, width),
             position_ids=position_ids,
             use_cache=False,
         )
         found: Tensor = out.logits if head else out.last_hidden_state
-        if found.shape[:-1] != hidden.shape[:-1]:
+        if found.shape[:-1] != tokens:
             raise _Unpacked(self.model)
         return found
 
@@ -444,6 +480,8 @@ class CausalLMStages:
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
     """Call a decoder layer, or its copy, and return its output [batch, tokens, hidden]."""
+    if call.carry is not None:
+        return call.carry.run(layer, hidden, call.keywords)
     out = layer(hidden, *call.arguments, **call.keywords)
     return out[0] if isinstance(out, tuple) else out
 

@@ -124,14 +124,16 @@ class ScheduleGrid:
 RankGrids = tuple[ScheduleGrid, ...]  # the same schedules on every kind of rank
 
 
-def grid_of(question: Question, schedule: Schedule) -> ScheduleGrid:
-    """Return the grid of a schedule and its variants on other tiers, for the rank with the head."""
-    return rank_grids(question, schedule)[-1]
+def grid_of(question: Question, schedule: Schedule, like: CellPrices | None = None) -> ScheduleGrid:
+    """Return the grid of a schedule and its variants on other tiers, for the rank with the head.
+    `like` is as in `rank_grids`."""
+    return rank_grids(question, schedule, like)[-1]
 
 
-def rank_grids(question: Question, schedule: Schedule) -> RankGrids:
-    """Return the grids of a schedule and its variants on other tiers, one for each kind of rank."""
-    found, like = list[ScheduleGrid](), None
+def rank_grids(question: Question, schedule: Schedule, like: CellPrices | None = None) -> RankGrids:
+    """Return the grids of a schedule and its variants on other tiers, one for each kind of rank.
+    `like`: prices of the same cells, whose seconds are taken over."""
+    found = list[ScheduleGrid]()
     for kind in kinds_of(question, schedule):
         like = CellPrices(question, schedule, kind, like)
         chunks, layers = like.chunks, len(like.model.layers)
@@ -191,6 +193,7 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
     work = work.reshape(size, LANES, choices)
     work[:, COMPUTE] += cell_prices.once(("outside", splits, kv_kept), lambda: _outer_seconds(grid))
     work[:, COMPUTE] += cell_prices.clear
+    work[:, COMPUTE] += sum(cell_prices.lanes.votes[spec] for spec in cell_prices.model.layers)
     work[:, COLLECTIVE] += grid.gathers
     if grid.streams:
         work[:, FETCH : EVICT + 1] += splits.streamed(cell_prices.prices)[..., None]

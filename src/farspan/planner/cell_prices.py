@@ -14,6 +14,7 @@ from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
 from farspan.planner.walk import workspace_bytes
+from farspan.program.attention_blocks import sparse_of
 from farspan.program.builder import chunks_of
 from farspan.program.layout import (
     Rank,
@@ -141,6 +142,19 @@ class CellSeconds:
     def embed_backward(self) -> Array:
         return self._in_line(EmbedBackward)
 
+    @cached_property
+    def votes(self) -> dict[LayerSpec, float]:
+        """Seconds of choosing the pages of sparse attention once for each chunk; 0 without it."""
+        return {spec: self._votes(spec) for spec in self.places}
+
+    def _votes(self, spec: LayerSpec) -> float:
+        program = self.prices.program
+        sparse = sparse_of(program.schedule, spec)
+        if sparse is None or not spec.attends():
+            return 0.0
+        choosing = sparse.choosing(program.chunks)
+        return sum(self.prices.sparse.votes(spec, chunk) for chunk in choosing)
+
     def _cell(self, spec: LayerSpec, mode: AttentionMode) -> LaneSeconds:
         layer = self.places[spec]
         return self._lane(lambda c: Forward(layer, c, mode, prefix="kv"))
@@ -252,7 +266,7 @@ class CellPrices:
     # -- bytes a token, batch included -----------------------------------------------------------
 
     def x_row(self) -> int:
-        return self.run.batch * self.model.hidden * self.model.element_bytes
+        return self.run.batch * self.model.passed() * self.model.element_bytes
 
     def row(self, kind: Kind, spec: LayerSpec) -> int:
         return row_bytes(kind, self.model, spec, self.run.batch)

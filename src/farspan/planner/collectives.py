@@ -85,7 +85,7 @@ class Collectives:
             return 0.0
         is_near = layout.sequence() * 2 <= machine.devices
         rate = machine.peer if is_near else machine.network
-        size = self._batch() * tokens * self.question.model.hidden * self._width()
+        size = self._batch() * tokens * self.question.model.passed() * self._width()
         return machine.latency + size / rate
 
     def replicas(self, elements: int, element_bytes: int) -> float:
@@ -206,7 +206,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
         row += 2 * own * kv * (width + wide) * (layout.ring > 1)
         rows = max(rows, row)
     rows += 2 * tokens * layout.tensor * model.hidden * width * (layout.tensor > 1)
-    rows += CHUNKS_UNDER_WAY * tokens * model.hidden * width * (layout.pipeline > 1)
+    rows += CHUNKS_UNDER_WAY * tokens * model.passed() * width * (layout.pipeline > 1)
     ahead = max(layer.work.parameters for layer in model.layers) * width // layout.tensor
     return question.run.batch * rows + ahead * (fsdp_ranks(question) > 1)
 

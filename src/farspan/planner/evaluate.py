@@ -220,7 +220,7 @@ class RankWalk(Walk):
 
     def _receive(self, i: Receive) -> None:
         model, run = self.program.model, self.program.run
-        size = run.batch * self._tokens(i.chunk) * model.hidden * model.element_bytes
+        size = run.batch * self._tokens(i.chunk) * model.passed() * model.element_bytes
         bank = self.gradient if i.gradient else self.hidden
         bank[i.layer] = self._take(size)
 
@@ -278,11 +278,10 @@ def walk(
 ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: the number of slots
 
 
-def representative_chunks(question: Question, schedule: Schedule) -> list[int] | None:
+def representative_chunks(question: Question, schedule: Schedule) -> list[int]:
     """Return chunks whose peak is that of all chunks: the first and last two of each stretch of
-    chunks that save the same tensors. Page-sparse attention needs all chunks: None."""
-    if schedule.sparse is not None:
-        return None
+    chunks that save the same tensors. With sparse attention, too, no chunk of a stretch takes less
+    than those before it."""
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
     fractions = schedule.attention_save_fraction, schedule.activation_save_fraction
     count = len(chunks)

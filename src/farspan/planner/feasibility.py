@@ -290,17 +290,24 @@ def loss_seconds(plan: Plan) -> tuple[float, float, float]:
 
 
 def composed(
-    question: Question, strategy: str, schedule: Schedule, sized: Sized
+    question: Question,
+    strategy: str,
+    schedule: Schedule,
+    sized: Sized,
+    like: CellPrices | None = None,
 ) -> tuple[Plan, tuple[Program, ...]]:
     """Return the plan of `evaluate`, from a program of a few chunks, and the programs built to time
     it. If copies overlap and the plan fits, a program of fewer layers is simulated; else the
-    seconds of each queue are added up. Pipelines and sparse attention are left to `evaluate`."""
-    if question.layout.pipeline > 1 or schedule.sparse is not None:
-        whole = size(question, schedule) if schedule.sparse is None else sized
+    seconds of each queue are added up. Pipelines are left to `evaluate`. `like` is as in
+    `rank_grids`."""
+    if question.layout.pipeline > 1:
+        whole = size(question, schedule)
         return evaluate(question, strategy, schedule, whole), whole.programs
-    took, built = _counted_seconds(question, schedule), tuple[Program, ...]()
+    took, built = _counted_seconds(question, schedule, like), tuple[Program, ...]()
     if question.overlap and sized.fits:
         alone, waited, built = composed_seconds(question, schedule)
+        # Fewer layers hide more of what the CPU issues than all of them can.
+        alone = max(alone, took.compute, took.fetch, took.evict, took.host)
         update = took.optimizer + took.beside
         exposed = min(waited, update) if update_overlaps(question) else update
         took = replace(took, total=alone + exposed, optimizer=exposed, beside=update - exposed)
@@ -317,9 +324,9 @@ def composed(
     return plan, built
 
 
-def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
+def _counted_seconds(question: Question, schedule: Schedule, like: CellPrices | None) -> Seconds:
     """Seconds of a step on one stage: the busiest queue's, or all queues' if nothing overlaps."""
-    grid, tiers = grid_of(question, schedule), tiers_of(schedule)
+    grid, tiers = grid_of(question, schedule, like), tiers_of(schedule)
     work, copies = grid.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]
     fetched, evicted = (float(copies[0, way, :, 0] @ on_host) for way in range(2))

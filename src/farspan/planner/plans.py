@@ -8,12 +8,14 @@ from functools import partial
 
 from farspan.formatting import MOST_TOKENS
 from farspan.planner import feasibility as quick
+from farspan.planner.bounds import RankGrids, rank_grids, tiers_of
+from farspan.planner.cell_prices import CellPrices
 from farspan.planner.evaluate import (
     DENSE,
     evaluate,
     most_layers,
+    outlined,
     refuse_layout,
-    size,
     surely_sized,
     useful_flop,
     whole_schedule,
@@ -43,6 +45,7 @@ from farspan.planner.search import (
 from farspan.planner.space import MOST_CELLS, chunk_sizes, leanest, whole_space, with_alpha
 from farspan.planner.states import update_seconds
 from farspan.program.layout import Layout, group_ranges, refuse_together
+from farspan.program.program import Program
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier, UnsupportedError
 
@@ -520,15 +523,15 @@ def _longest(question: Question, name: str) -> int:
 
 
 def _fitting(question: Question, name: str) -> Schedule | None:
-    """Return one of the strategy's schedules of least memory that fits, or None. Sparse attention
-    has no bounds, so its program is built."""
+    """Return one of the strategy's schedules of least memory that fits, or None. With sparse
+    attention, of those that fit dense, by a program of a few chunks."""
     if states_do_not_fit(question):
         return None
     dense = replace(question, sparse=None)
     found = (s for s in _candidates(dense, name) if quick.fits(dense, s))
     if question.sparse is not None:
         forms = (schedule.with_sparse(question.sparse) for schedule in found)
-        found = (form for form in forms if size(question, form).fits)
+        found = (form for form in forms if outlined(question, form).fits)
     return next(found, None)
 
 
@@ -556,9 +559,11 @@ def _candidates(question: Question, name: str) -> list[Schedule]:
 # memory than dense and less time, so a schedule that fits dense nearly always fits sparse. Their
 # order by time differs where chunks differ: queries see all keys of their own chunk, so dense
 # attention gains by a wide chunk and sparse attention loses. A search of the whole space therefore
-# also prices narrower chunks. No bound is derived for sparse plans, so none is claimed.
+# also prices narrower chunks that may win by a lower bound of their time. No bound is derived for
+# the space of sparse plans, so none is claimed.
 
 WITHOUT = Remedy("without --sparse", same=False, means="exact attention")
+Priced = dict[tuple[int, int, int], CellPrices]  # by chunk, kv_block and loss_chunk_size
 NARROWING = 4.0  # seconds of `SearchEffort` for narrower chunks
 
 
@@ -574,11 +579,12 @@ def best_sparse(
     """
     sparse = _sparse_of(question)
     dense = search(replace(question, sparse=None))
-    plans = [_best_form(question, plan, sparse) for plan in dense]
+    priced: Priced = {}
+    plans = [_best_form(question, plan, sparse, priced) for plan in dense]
     # If nothing fits, narrower chunks do not either: the dense search tried them.
     if any(plan.strategy == GROUPED for plan in dense) and any(plan.fits for plan in plans):
-        plans = [p for p in plans if p.strategy != GROUPED] + _grouped(question, plans)
-    best, others = chosen(plans)
+        plans = [p for p in plans if p.strategy != GROUPED] + _grouped(question, plans, priced)
+    best, others = _confirmed(question, plans)
     if best.fits:
         return replace(best, reason=reason_of(best, others), alternatives=others)
     remedies = (WITHOUT,) * any(plan.fits for plan in dense)
@@ -595,51 +601,86 @@ def longest_sparse(
         tokens = plan.question.run.tokens
         while tokens >= least:
             asked = replace(question, run=RunSpec(question.run.batch, tokens))
-            best = _best_form(asked, plan, sparse)
+            priced: Priced = {}
+            best = _best_form(asked, plan, sparse, priced)
             if best.fits:
-                found[name] = _grouped(asked, [best])[-1] if name == GROUPED else best
+                found[name] = _grouped(asked, [best], priced)[-1] if name == GROUPED else best
                 break
             tokens -= max(least, tokens // finest)
     return found
 
 
-def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
+def _best_form(question: Question, plan: Plan, sparse: Sparse, priced: Priced) -> Plan:
     forms = _sparse_forms(plan.schedule, sparse)
-    return min((evaluate(question, plan.strategy, form) for form in forms), key=Plan.rank)
+    plans = (_composed(question, plan.strategy, form, priced)[0] for form in forms)
+    return min(plans, key=Plan.rank)
 
 
-def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
+def _composed(
+    question: Question, strategy: str, schedule: Schedule, priced: Priced
+) -> tuple[Plan, tuple[Program, ...]]:
+    """Return the schedule's plan, and all programs built for it."""
+    sized, like = outlined(question, schedule), _grids(question, schedule, priced)[-1].cell_prices
+    plan, timed = quick.composed(question, strategy, schedule, sized, like)
+    return plan, (*sized.programs, *timed)
+
+
+def _grids(question: Question, schedule: Schedule, priced: Priced) -> RankGrids:
+    """Return the schedule's bounds, with the seconds of cells that were priced before."""
+    key = schedule.chunk, schedule.kv_block, schedule.loss_chunk_size
+    grids = rank_grids(question, schedule, priced.get(key))
+    priced[key] = grids[-1].cell_prices
+    return grids
+
+
+def _grouped(question: Question, plans: Sequence[Plan], priced: Priced) -> list[Plan]:
     """Return the best of these plans and of their copies with shorter chunks, then the fastest if
     it is another plan. All are named `grouped`, whose space contains every strategy."""
-    known = [*plans, *_narrower(question, plans)]
+    known = [*plans, *_narrower(question, plans, priced)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
     found = [replace(plan, strategy=GROUPED) for plan in found]
     return with_pieces(found, NARROWING / 4) if best.fits else found
 
 
-def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
+def _narrower(question: Question, plans: Sequence[Plan], priced: Priced) -> list[Plan]:
     """Return copies of the plans with chunks halved for as long as the plan gets better, down to
     the search's shortest chunk. The best plans come first, since time may not suffice for all."""
-    sparse, found = _sparse_of(question), list[Plan]()
-    finest = max(sparse.page, min(chunk_sizes(question)))
+    found, effort = list[Plan](), SearchEffort(NARROWING)
     heap = [(plan.rank(), place, plan) for place, plan in enumerate(plans)]
     heapq.heapify(heap)
-    effort = SearchEffort(NARROWING)
+    roomy = (plan.seconds.total for plan in plans if plan.fit is Fit.ROOMY)
+    fastest = min(roomy, default=math.inf)
     while heap and not effort.is_spent:
         rank, place, plan = heapq.heappop(heap)
-        half = plan.schedule.chunk // 2
-        if half < finest:
+        schedule = _half(plan, fastest * (1 + TOLERANCE), priced)
+        if schedule is None:
             continue
-        schedule = replace(plan.schedule, chunk=sparse.whole_pages(half))
-        sized = size(question, schedule)
-        effort.build(sized.programs)
-        effort.time(sized.programs)
-        narrow = evaluate(question, GROUPED, schedule, sized)
+        narrow, built = _composed(question, GROUPED, schedule, priced)
+        effort.build(built)
+        effort.time(built)
         if narrow.rank() < rank:
             found.append(narrow)
             heapq.heappush(heap, (narrow.rank(), place, narrow))
+            if narrow.fit is Fit.ROOMY:
+                fastest = min(fastest, narrow.seconds.total)
     return found
+
+
+def _half(plan: Plan, most: float, priced: Priced) -> Schedule | None:
+    """Return the plan's schedule with its chunk halved, once or until a lower bound of its seconds
+    is at most `most`. None if none is, or if the bound says that the plan gets no better."""
+    question, schedule = plan.question, plan.schedule
+    sparse, half = _sparse_of(question), schedule.chunk // 2
+    while half >= max(sparse.page, min(chunk_sizes(question))):
+        narrow = replace(schedule, chunk=sparse.whole_pages(half))
+        bound = quick.slowest(_grids(question, narrow, priced))[..., tiers_of(narrow)].min()
+        if bound <= most:
+            return narrow
+        if plan.fit is Fit.ROOMY and bound >= plan.seconds.total:
+            break
+        half //= 2
+    return None
 
 
 def _sparse_of(question: Question) -> Sparse:

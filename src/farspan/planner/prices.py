@@ -601,4 +601,4 @@ class Prices:
 
     def _hidden_bytes(self, chunk: int) -> int:
         tokens, model = self._tokens(chunk), self.program.model
-        return tokens * self.program.run.batch * model.hidden * model.element_bytes
+        return tokens * self.program.run.batch * model.passed() * model.element_bytes

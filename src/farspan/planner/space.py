@@ -163,7 +163,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     group runs backward: its K, V, dK, dV; hidden states between the groups below; and its output's
     gradient, unless the head makes it."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
-    boundary = model.hidden * model.element_bytes
+    boundary = model.passed() * model.element_bytes
     # Recurrent layers have no K, V; those that attend are dealt evenly among them.
     elements = sizes[0] or max(1, sum(sizes) // layers)
     own = elements * (model.element_bytes + model.accumulate_bytes())

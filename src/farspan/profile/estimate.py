@@ -46,7 +46,7 @@ def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
     """Estimate the memory of one kind of layer. During attention its cell has q, k and v; later it
     has three tensors as wide as its widest product or, if larger, its whole graph."""
     width, work = model.element_bytes, layer.work
-    hidden = model.hidden * width
+    hidden = model.passed() * width
     heads = layer.query_heads * layer.head_dim
     keys = layer.kv_heads * (layer.head_dim + layer.value_dim)
     asked, kept = (heads + keys) * width, keys * width
@@ -77,7 +77,7 @@ def _outer(model: ModelSpec) -> OuterProfile:
     """Estimate the modules outside the layers. Logits of one loss piece exist once in the model's
     dtype and three times in the accumulate dtype. All weights count as used by the head."""
     width, trained = model.element_bytes, model.outer_trainable()
-    hidden = model.hidden * width
+    hidden = model.passed() * width
     wide = model.accumulate_bytes()
     tables = max((4 * layer.head_dim * width for layer in model.layers), default=0)
     logits = model.vocab * (width + 3 * wide) + 4 * hidden

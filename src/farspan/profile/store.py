@@ -25,7 +25,7 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
+from farspan.spec import Indexer, LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 
 PRESETS = Path(__file__).parent / "presets"
 RANKS = 8, 16  # ranks of adapters to measure
@@ -221,7 +221,8 @@ def _measuring() -> str:
 # -- as plain values ----------------------------------------------------------------------------
 
 
-_NEWER = ("chunked",)  # fields of a layer that older profiles do not have
+_NEWER = ("chunked", "indexer")  # fields of a layer that older profiles do not have
+_NEWER_OF_MODELS = "routers", "carried"
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
@@ -244,8 +245,9 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
     del value["variant"]["nf4"]
     if profile.variant.remakes:
         del value["variant"]["remakes"]
-    if not profile.spec.routers:  # older profiles do not have it
-        del value["spec"]["routers"]
+    for name in _NEWER_OF_MODELS:
+        if not value["spec"][name]:
+            del value["spec"][name]
     found: dict[str, Any] = _whole(value)
     return found
 
@@ -324,7 +326,9 @@ def from_json(value: Mapping[str, Any]) -> ModelProfile:
 def _layer(value: Mapping[str, Any]) -> LayerSpec:
     work = LayerWork(**_tuples(value["work"]))
     state = tuple(StateTensor(**_tuples(tensor)) for tensor in value["state"])
-    return LayerSpec(**{**value, "work": work, "state": state})
+    indexer = value.get("indexer")
+    of = {"work": work, "state": state, "indexer": indexer and Indexer(**indexer)}
+    return LayerSpec(**{**value, **of})
 
 
 def _tuples(value: Any) -> Any:

@@ -25,7 +25,7 @@ from farspan.program.passes import GroupPasses
 from farspan.program.program import Close, Program, Reduce
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.program.work import linear_products
-from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 
 
 def build_program(
@@ -91,6 +91,11 @@ def _ledger(
     walked: Sequence[int] | None = None,
 ) -> Ledger:
     refuse_wide_calls(model, run)
+    if schedule.sparse is not None and any(layer.indexer for layer in model.layers):
+        raise UnsupportedError(
+            "sparse: the model's own indexers choose the tokens that its queries attend to; leave "
+            "sparse out"
+        )
     if chunks is None:
         chunks = chunks_of(model, run.tokens, schedule, rank.layout)
     return Ledger(

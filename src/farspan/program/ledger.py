@@ -60,11 +60,14 @@ class Ledger:
     sizes: dict[tuple[Kind, int, int], int] = field(default_factory=dict)  # sizes computed so far
     alike: list[int] = field(init=False)  # by layer, the first layer that is equal
     attention_slots: tuple[str, ...] = field(init=False)
+    choosing: range = field(init=False)  # chunks that choose pages, in layers without a window
 
     def __post_init__(self) -> None:
         self.alike = list(map(self.model.layers.index, self.model.layers))
         widest = max(stop - first for first, stop in self.groups)
         self.attention_slots = names.attention_slots(widest)
+        sparse = self.schedule.sparse
+        self.choosing = range(0) if sparse is None else sparse.choosing(self.chunks)
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)

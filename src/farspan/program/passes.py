@@ -170,11 +170,8 @@ class Group:
     def choosing(self, layer: int) -> range:
         """Return the chunks whose queries choose pages in this layer: those with pages between
         sinks and recent tokens. In a layer with a window no chunk chooses."""
-        ledger, sparse = self.ledger, self.ledger.schedule.sparse
-        if sparse is None or ledger.model.layers[layer].window is not None:
-            return range(0)
-        first = sum(sparse.width(start) == 0 for start, _ in ledger.chunks)
-        return range(first, len(ledger.chunks))
+        ledger = self.ledger
+        return ledger.choosing if ledger.model.layers[layer].window is None else range(0)
 
     def _open_head_input(self) -> None:
         if self.graphs:
@@ -223,7 +220,7 @@ class Group:
         """Return the bytes per token and sequence of the layer's input if it is saved, else 0."""
         model = self.ledger.model
         inside = model.layers[layer].saves_input and layer != self.layers[0]
-        return inside * model.hidden * model.element_bytes
+        return inside * model.passed() * model.element_bytes
 
     def kv_goes_home(self) -> bool:
         schedule = self.ledger.schedule

@@ -46,7 +46,7 @@ from farspan.report.tables import (
     lines_table,
     schedule_words,
 )
-from farspan.spec import Quantization, Reference, Tier
+from farspan.spec import PAIRS, Quantization, Reference, Tier
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
@@ -370,7 +370,7 @@ def loss_words(plan: Plan) -> Iterator[str]:
         f"loss {loss.kind}: a step takes {whole / one - 1:.1%} longer than one pass of this "
         f"schedule: {cut / one - 1:.1%} because log-probabilities come before the backward, {where}"
     )
-    if loss.kind.row.paired:
+    if loss.kind.row.format == PAIRS:
         yield "a pair of answers is priced as one document: real steps take less"
     if loss.ids > 1:
         size = "; in a run, it runs at every step: --reference frozen plans that"

@@ -522,8 +522,11 @@ class SparseRun:
         self.storage = self.context.storage
         self.page_slots = PageSlots(self.storage)
         if isinstance(self.select, Index):
-            self.select.refuse_misfit(self.storage.program.model.layers, self.sparse.index_dim)
-            self.index = self.select.at(self.context.kernels.device, self.storage.dtype)
+            program, rank = self.storage.program, self.storage.program.share.rank
+            heads = rank.layout.tensor * rank.layout.ulysses
+            self.select.refuse_misfit(program.model.layers, self.sparse.index_dim, heads)
+            whole = self.select.at(self.context.kernels.device, self.storage.dtype)
+            self.index = {number: layer.of_rank(rank) for number, layer in whole.items()}
             learns = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             if learns and self.select.learns():
                 refuse_keys_on_host(self.storage.program.schedule)

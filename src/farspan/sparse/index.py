@@ -36,6 +36,7 @@ from farspan.engine.loss import make_inputs
 from farspan.hf.attention_interface import answering, attended, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import refuse_context
+from farspan.program.layout import Rank
 from farspan.sparse.attend import SparseCall
 from farspan.sparse.pages import Candidates, Selector
 from farspan.spec import LayerSpec, UnsupportedError
@@ -79,6 +80,13 @@ class LayerIndex:
         """Return q [B, H, T, D] and k [B, Hk, T, D], projected to the dims of the index."""
         maps = self.to(q.device, q.dtype)
         return q @ maps.queries.flatten(0, 1), k @ maps.keys
+
+    def of_rank(self, rank: Rank) -> Self:
+        """Return the matrices of a rank's heads, as views, where tensor parallelism and Ulysses
+        spread heads over ranks: the former first, the latter within."""
+        ranks = rank.layout.tensor * rank.layout.ulysses
+        number = rank.along["tensor"] * rank.layout.ulysses + rank.along["ulysses"]
+        return type(self)(*(x.chunk(ranks)[number] for x in (self.queries, self.keys)))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         return type(self)(self.queries.to(device, dtype), self.keys.to(device, dtype))
@@ -134,9 +142,9 @@ class Index:
             )  # keeps their ids in use
         return copies
 
-    def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
+    def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int, ranks: int = 1) -> None:
         """Raise UnsupportedError unless the index has matrices to `dim` dims for exactly those
-        layers of the model that choose pages."""
+        layers of the model that choose pages. `layers` have the heads of one of `ranks` ranks."""
         choosing = {n for n, layer in enumerate(layers) if layer.attends() and layer.window is None}
         if missing := sorted(choosing - self.layers.keys()):
             raise UnsupportedError(
@@ -152,7 +160,7 @@ class Index:
             spec, maps = layers[number], self.layers[number]
             narrow = min(dim, spec.head_dim)
             kv_heads, group, dims, width = maps.queries.shape
-            shape = spec.query_heads, spec.kv_heads, spec.head_dim
+            shape = ranks * spec.query_heads, ranks * spec.kv_heads, spec.head_dim
             if (kv_heads * group, kv_heads, dims) != shape:
                 raise UnsupportedError(
                     f"index: its layer {number} is for {kv_heads * group} query heads and "

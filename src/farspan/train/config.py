@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from farspan.data.config import PAIRED, UNPAIRED, DataConfig, LossConfig, RecordFormat
+from farspan.data.config import DataConfig, LossConfig, RecordFormat, mismatch
 from farspan.formatting import MOST_TOKENS, read_memory
 from farspan.planner.request import read_margin
 from farspan.program.layout import Auto, Parallel, replicas
@@ -468,14 +468,11 @@ class RunConfig:
         if loss.kind is not LossKind.SFT and self.sparse is not None:
             raise UnsupportedError(f"sparse: not supported with loss.kind {loss.kind}; omit one")
         for source, _ in self.data.each():
-            known = source.format not in (RecordFormat.TEXT, RecordFormat.PREFERENCE)
-            if loss.paired and (known or not source.has_fields()):
-                raise UnsupportedError(
-                    f"data.format: {UNPAIRED.format(loss.kind)}, got {source.format} of "
-                    f"{source.origin()}"
-                )
-            if source.format is RecordFormat.PREFERENCE and not loss.paired:
-                raise UnsupportedError(PAIRED.format(loss.kind))
+            if source.format is RecordFormat.TEXT and source.has_fields():
+                continue  # the first record tells its format
+            if reason := mismatch(loss.kind, [source.format]):
+                got = f", got {source.format} of {source.origin()}"
+                raise UnsupportedError(reason + got * reason.startswith("data.format"))
         if loss.compared() is Reference.ADAPTERS_OFF and self.model.lora is None:
             raise UnsupportedError(
                 "loss.reference: adapters-off needs model.lora; set it, or set loss.reference to "
@@ -484,8 +481,8 @@ class RunConfig:
         start, other = self.start, loss.compared()
         if other is Reference.STORED and any(own.streaming for own, _ in self.data.each()):
             raise UnsupportedError(
-                "loss.reference: stored is computed for all pairs before the first step, but "
-                "data.streaming reads pairs only later; set loss.reference to frozen or "
+                "loss.reference: stored is computed for all answers before the first step, but "
+                "data.streaming reads them only later; set loss.reference to frozen or "
                 "adapters-off, or leave data.streaming out"
             )
         late = other is Reference.STORED and start is not None and start.states

@@ -243,10 +243,12 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """Return the margin and accuracy of a preference loss as text, or "" for another loss."""
-    if f"{prefix}margin" not in values:
-        return ""
-    return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
+    """Return the margin, and the accuracy or divergence, of a preference loss as text, or "" for
+    another loss."""
+    ways = ("margin", ".4f"), ("accuracy", ".0%"), ("kl", ".4f")
+    return "".join(
+        f"  {name} {values[prefix + name]:{how}}" for name, how in ways if prefix + name in values
+    )
 
 
 def _attention(values: Mapping[str, Any]) -> str:

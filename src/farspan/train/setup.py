@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from farspan.data.config import PAIRED, UNPAIRED
+from farspan.data.config import mismatch
 from farspan.data.corpus import Corpus, OpenedSource, open_corpus, show_sequence
 from farspan.data.token_cache import TokenStore, Watch, unwatched
 from farspan.data.tokenizers import (
@@ -59,7 +59,7 @@ from farspan.program.layout import (
     streams,
 )
 from farspan.program.strategies import AUTO
-from farspan.spec import LossKind, Reference, Schedule, Tier, UnsupportedError
+from farspan.spec import LossKind, ModelSpec, Reference, Schedule, Tier, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, StartConfig, StatesPlace
 from farspan.train.context import (
     Components,
@@ -138,9 +138,7 @@ def make_context(
     corpus = _open_data(run, tokenizer(), observer.preparing)
     _check_data(run, corpus, tokenizer(), blank, observer)
     look = cache(partial(_inspected, run, world.device, blank))
-    describe_it = partial(world.run_on_rank0, lambda: look().model)
-    layout = layout_of(run.parallel, world.size, describe_it)
-    world.set_layout(packed_layout(run.parallel, layout) if _is_packed(run, blank) else layout)
+    world.set_layout(_layout_of_run(run, world, blank, lambda: look().model))
     world.refuse_unlike("data", corpus.identity)
     loaded = partial(_load_placed, components=components, world=world, about=about)
     run, placed, model, outside = loaded(run, blank, config, look, observer)
@@ -180,6 +178,14 @@ def make_context(
         index=index,
         outside=outside,
     )
+
+
+def _layout_of_run(
+    run: RunConfig, world: DistributedContext, blank: Any, describe: Callable[[], ModelSpec]
+) -> Layout:
+    """Return how the run's ranks share the work. Four-bit weights stay whole on each rank."""
+    layout = layout_of(run.parallel, world.size, partial(world.run_on_rank0, describe))
+    return packed_layout(run.parallel, layout) if _is_packed(run, blank) else layout
 
 
 def _load_placed(
@@ -226,7 +232,7 @@ def _check_data(
             f"model: embeds {rows:,} ids, but the tokenizer has {tokenizer.size():,}; the data "
             "uses no others, but text at inference may; model.resize_embeddings: true adds rows"
         )
-    _check_pairs(run, corpus)
+    _check_formats(run, corpus)
     refuse_context(blank, min(run.context, corpus.longest))
 
 
@@ -246,13 +252,11 @@ def _check_window(
             raise UnsupportedError(f"{error} ({place})") from error
 
 
-def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse preference pairs if the loss takes no pairs, and other records if it does."""
-    kind, paired = run.objective.kind, {p.stores[0].middles is not None for p in corpus.parts}
-    if run.objective.paired and paired != {True}:
-        raise UnsupportedError(f"data.format: {UNPAIRED.format(kind)}")
-    if not run.objective.paired and True in paired:
-        raise UnsupportedError(PAIRED.format(kind))
+def _check_formats(run: RunConfig, corpus: Corpus) -> None:
+    """Refuse answers that the loss does not compare, and other records if it compares answers."""
+    formats = {part.opened.config.format for part in corpus.parts}
+    if reason := mismatch(run.objective.kind, formats):
+        raise UnsupportedError(reason)
 
 
 def _load_reference(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farspan.data.config import LossConfig
 from farspan.data.formats import UNTRAINED
-from farspan.data.packing import PackedBatch
+from farspan.data.packing import Mixture, PackedBatch, Packing
 from farspan.durable import WriteFailed, read_json, write_whole
 from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
@@ -538,17 +538,33 @@ class Batches:
         added to reach it have no token with a target."""
         packing, replicas = self.ctx.corpus.held_out, self.replicas
         assert packing is not None, "there is something to evaluate on"
-        there = packing.sequences_per_epoch()
-        count = min(self.ctx.run.evaluation.sequences, there)
-        chosen = [place * there // count for place in range(count)]
-        own = chosen[self.replica :: replicas]
-        found = [self._place(packing.once(i), (i,)) for i in own]
+        chosen = self._evaluated(packing)
+        count, own = len(chosen), chosen[self.replica :: replicas]
+        found = [self.place(packing.once(i), (i,)) for i in own]
         for _ in range(-(-count // replicas) - len(own)):
-            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
+            spare = self.place(packing.once(chosen[-1]), (chosen[-1],))
             labels = torch.full_like(spare.labels, UNTRAINED)
-            blank = replace(spare.batch, pairs=())
+            blank = replace(spare.batch, pairs=(), answers=())
             found.append(replace(spare, batch=blank, labels=labels, trained=0))
         return found
+
+    def _evaluated(self, packing: Packing | Mixture) -> list[int]:
+        """Return the indices of the held-out sequences that all replicas evaluate, in order."""
+        there = packing.sequences_per_epoch()
+        count = min(self.ctx.run.evaluation.sequences, there)
+        return [place * there // count for place in range(count)]
+
+    def before(self, micros: list[Micro], part: str) -> Callable[[int], PackedBatch]:
+        """Return a function that gives, by a sequence's index, the sequence before it in an update
+        or in the evaluation of all replicas, `[1, context]`; before the first one is the last."""
+        run, corpus = self.ctx.run, self.ctx.corpus
+        if part == "held_out":
+            assert corpus.held_out is not None, "there is something to evaluate on"
+            packing, chosen = corpus.held_out, self._evaluated(corpus.held_out)
+            return lambda index: packing.once(chosen[chosen.index(index) - 1])
+        size = run.batch * run.accumulate * self.replicas
+        first = micros[0].indices[0] // size * size
+        return lambda index: corpus.train.batch([first + (index - first - 1) % size])
 
     def trained(self, micros: list[Micro]) -> int:
         """Return the number of tokens with a target in these batches, over all replicas."""
@@ -567,9 +583,10 @@ class Batches:
         size = self.ctx.run.batch
         start = (number * self.replicas + self.replica) * size
         indices = tuple(range(start, start + size))
-        return self._place(self.ctx.corpus.train.batch(indices), indices)
+        return self.place(self.ctx.corpus.train.batch(indices), indices)
 
-    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
+    def place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
+        """Return a batch on the device, with these indices of its sequences."""
         input_ids = torch.from_numpy(batch.input_ids).to(self.ctx.world.device)
         labels = torch.from_numpy(batch.labels).to(self.ctx.world.device)
         document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.world.device)

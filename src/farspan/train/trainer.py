@@ -203,7 +203,8 @@ class TrainingLoop:
     def _gradients(self, step: Step, batches: list[Micro]) -> tuple[dict[str, float], list[Seen]]:
         """Add the gradient of the mean loss over `batches` to `.grad`. Returns the loss and its
         metrics by name, and the statistics of sparse attention, one per batch."""
-        total, objective = self._total(batches), self._objective
+        step.drawn, objective = self.at.step * len(batches), self._objective
+        total = self._total(step, batches, "train")
         share = 1 / (len(batches) * self._batches.replicas)
         sums, seen, balance = [], [], 0.0
         with self._runner.metering():
@@ -236,10 +237,10 @@ class TrainingLoop:
             return {}
         return {"attention_mask": micro.attention_mask, "router_share": share}
 
-    def _total(self, batches: list[Micro]) -> int:
+    def _total(self, step: Step, batches: list[Micro], part: str) -> int:
         """Return the number that divides the summed loss of these batches, over all replicas."""
         if self._objective is not None:
-            return int(self._objective.total(batches))
+            return int(self._objective.begin(step, batches, part))
         return max(1, self._batches.trained(batches))
 
     def _record(
@@ -286,7 +287,7 @@ class TrainingLoop:
         self._tell(lambda one: one.on_evaluation(dict(values)))
 
     def _heldout(self, step: Step, batches: list[Micro]) -> dict[str, float]:
-        total, sums = self._total(batches), []
+        total, sums = self._total(step, batches, "held_out"), []
         for place, micro in enumerate(batches):
             self._interrupt.passed(StopPoint.BATCH)
             step.progress = partial(self._observer.evaluating, place, len(batches))

@@ -1,0 +1,160 @@
+"""Pack everything that decoder layers pass on into one tensor, [batch, tokens, width].
+
+Some families give a layer more than the hidden state of the layer before: an input of its own that
+the model makes of the tokens (per-layer inputs), keys and values of an earlier layer (shared K, V),
+or several streams of hidden states (AltUp). A packed tensor has them side by side for each token:
+
+    | hidden state, all streams | input of layer 0 | 1 | ... | K | V | K | V |
+
+Whatever runs between layers sees one hidden state: chunks, groups, copies to main memory, ranks. On
+the way down gradients of shared K, V and of per-layer inputs add up in the packed gradient, so they
+are complete when the layer, or the embedding, that made these tensors runs its backward.
+
+Names of modules and arguments are those of Gemma 3n and Gemma 4 in transformers 5.24.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INPUT, SHARED = "per_layer_input", "shared_kv_states"  # arguments of a layer
+_PIECES = 4  # before shared K, V: hidden state, inputs of layers before, own input, of layers after
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Layout of a packed tensor."""
+
+    hidden: int  # elements of a hidden state
+    streams: int  # hidden states of a token; 0: one, without a dimension for streams
+    inputs: int  # elements of a layer's own input
+    layers: int
+    shared: tuple[tuple[str, int, int], ...]  # attention type, heads, head dim, of each shared K, V
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a token in a packed tensor."""
+        return self.hidden * max(1, self.streams) + self.inputs * self.layers + sum(self._of_shared)
+
+    @property
+    def _of_shared(self) -> list[int]:
+        return [heads * dim for _, heads, dim in self.shared for _ in "kv"]
+
+    def packed(self, hidden: Tensor, inputs: Iterable[Tensor]) -> Tensor:
+        """Return layer 0's input as a packed tensor, with zeros where later layers put K, V."""
+        flat = self.flat(hidden)
+        blank = flat.new_zeros(()).expand(*flat.shape[:2], sum(self._of_shared))
+        return torch.cat([flat, *inputs, blank], -1)
+
+    def sizes(self, layer: int) -> list[int]:
+        """Return the elements of each piece that a layer tells apart in a packed tensor."""
+        before, after = layer * self.inputs, (self.layers - 1 - layer) * self.inputs
+        hidden = self.hidden * max(1, self.streams)
+        return [hidden, before, self.inputs, after, *self._of_shared]
+
+    def flat(self, hidden: Tensor) -> Tensor:
+        """Return hidden states as the layers give them, with streams first, as [B, T, elements]."""
+        return hidden.permute(1, 2, 0, 3).flatten(2) if self.streams else hidden
+
+    def hidden_states(self, packed: Tensor) -> Tensor:
+        """Return the hidden states in a packed tensor, as the model's own code expects them."""
+        first = self.hidden * max(1, self.streams)
+        return self.apart(packed.split([first, packed.shape[-1] - first], -1)[0])
+
+    def apart(self, flat: Tensor) -> Tensor:
+        """Return a copy of flat hidden states, [streams, B, T, hidden] or [B, T, hidden]."""
+        if self.streams:
+            flat = flat.unflatten(2, (self.streams, self.hidden)).permute(2, 0, 1, 3)
+        return flat.contiguous()
+
+    def blank(self) -> dict[str, Any]:
+        """Return attributes with which a copy of the decoder makes blank per-layer inputs, for a
+        forward of which only the layers' calls, or the modules above them, are wanted."""
+
+        def project(embeds: Tensor, *_: Any) -> Tensor:
+            return embeds.new_zeros(()).expand(*embeds.shape[:2], self.layers, self.inputs)
+
+        if not self.inputs:
+            return {}
+        return {"get_per_layer_inputs": lambda *_: None, "project_per_layer_inputs": project}
+
+    def blank_modules(self) -> dict[str, nn.Module]:
+        """Return modules with which such a copy makes streams of blank embeddings."""
+        same = nn.ModuleList([nn.Identity() for _ in range(1, self.streams)])
+        return {"altup_projections": same} if self.streams else {}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCarry:
+    """What one layer reads from a packed tensor, and what it puts there."""
+
+    layout: Carried
+    layer: int
+    reads: str | None  # attention type of the shared K, V that the layer attends to
+    writes: str | None  # of those that it makes
+
+    def run(self, layer: nn.Module, packed: Tensor, keywords: dict[str, Any]) -> Tensor:
+        """Call the layer, and return its output as a packed tensor."""
+        layout = self.layout
+        pieces = list(packed.split(layout.sizes(self.layer), -1))
+        shared: dict[str, tuple[Tensor, Tensor]] = {}
+        if self.reads is not None:
+            at, (_, heads, dim) = self._place(self.reads)
+            k, v = (x.unflatten(2, (heads, dim)).transpose(1, 2) for x in pieces[at : at + 2])
+            shared[self.reads] = k.contiguous(), v.contiguous()
+        keywords = {**keywords, SHARED: shared}
+        if layout.inputs:
+            keywords[INPUT] = pieces[2].contiguous()  # a saved view would keep the whole tensor
+        pieces[0] = layout.flat(layer(layout.apart(pieces[0]), **keywords))
+        if self.writes is not None:
+            at, _ = self._place(self.writes)
+            pieces[at : at + 2] = (x.transpose(1, 2).flatten(2) for x in shared[self.writes])
+        return torch.cat(pieces, -1)
+
+    def _place(self, key: str) -> tuple[int, tuple[str, int, int]]:
+        number = [name for name, _, _ in self.layout.shared].index(key)
+        return _PIECES + 2 * number, self.layout.shared[number]
+
+
+def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, ...]:
+    """Return what each layer reads and writes besides the hidden state; empty if nothing."""
+    config: Any = decoder.config
+    shared: dict[str, tuple[str, int, int]] = {}
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    for module in attentions:
+        if _shares(module, "is_kv_shared_layer"):
+            heads = config.num_attention_heads // module.num_key_value_groups
+            shared.setdefault(module.layer_type, (module.layer_type, heads, module.head_dim))
+    inputs = config.hidden_size_per_layer_input if hasattr(decoder, _PROJECTION) else 0
+    streams = config.altup_num_inputs if hasattr(decoder, "altup_projections") else 0
+    if not (shared or inputs or streams):
+        return ()
+    layout = Carried(config.hidden_size, streams, inputs, len(layers), (*shared.values(),))
+    return tuple(
+        LayerCarry(
+            layout,
+            index,
+            module.layer_type if _shares(module, "is_kv_shared_layer") else None,
+            module.layer_type
+            if _shares(module, "store_full_length_kv") and module.layer_type in shared
+            else None,
+        )
+        for index, module in enumerate(attentions)
+    )
+
+
+_PROJECTION = "per_layer_model_projection"
+
+
+def _shares(module: Any, flag: str) -> bool:
+    return getattr(module, flag, False) is True and hasattr(module, "layer_type")
+
+
+def named_arguments(layer: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a layer's positional arguments, after the hidden state, by their names."""
+    names = [*signature(type(layer).forward).parameters][2:]
+    return dict(zip(names, arguments, strict=False))
