@@ -331,7 +331,8 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
             kinds = whole.kinds()
         # One layer of each kind is enough: the first layers that include every kind are built.
         last = max(kinds.index(kind) for kind in set(kinds))
-        stages = _first_layers(config, last + 1, dtype, rank) or whole
+        short = not whole.carries  # else the number of layers decides what each passes on
+        stages = (_first_layers(config, last + 1, dtype, rank) if short else None) or whole
         with routed(stages.model):
             alike = _pattern(stages.kinds()) == _pattern(kinds[: len(stages.layers)])
         stages = stages if alike else whole
@@ -581,9 +582,9 @@ class _Outside:
         return found[0]
 
     def _tables(self, tokens: int) -> CellPass:
-        meter, positions = Meter(), torch.zeros(1, tokens, dtype=torch.long, device=META)
+        meter, zeros = Meter(), torch.zeros(1, tokens, dtype=torch.long, device=META)
         with self.measured.recording(meter):
-            calls = self.measured.stages.calls(1, positions)
+            calls = self.measured.stages.calls_for(zeros, zeros)
         del calls
         return CellTape(meter).read()
 

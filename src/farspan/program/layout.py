@@ -259,7 +259,7 @@ def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
             "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
             "share a chunk's tokens (ulysses, shards, ring, tensor); use pipeline or data"
         )
-    if model.carried and layout.tensor > 1:
+    if (model.carried or model.embeds) and layout.tensor > 1:
         raise UnsupportedError(
             f"tensor: layers of {model.name} pass on keys and values, per-layer inputs or streams "
             "of hidden states, of which tensor parallelism would need slices; use ulysses, shards, "
