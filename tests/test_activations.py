@@ -132,7 +132,8 @@ def differentiated(
     cell = SavedActivations([weight], {})
     if not recorded:
         out = forward(x, weight)
-        return 0, out.detach(), *torch.autograd.grad(out.sum(), (x, weight))
+        dx, dweight = torch.autograd.grad(out.sum(), (x, weight))
+        return 0, out.detach(), dx, dweight
     with cell.hooks():
         assert is_recording()
         out = forward(x, weight)
@@ -140,7 +141,8 @@ def differentiated(
     size, store = cell.size(), store_for(cell)
     cell.seal(store)
     cell.restore(torch.zeros_like(store) if spoiled else store.clone(), {})
-    return size, out.detach(), *torch.autograd.grad(out.sum(), (x, weight))
+    dx, dweight = torch.autograd.grad(out.sum(), (x, weight))
+    return size, out.detach(), dx, dweight
 
 
 LINE = 192  # bytes of 36 elements in fp32, aligned

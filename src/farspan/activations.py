@@ -180,11 +180,11 @@ class SavedActivations:
         leaves = [x.detach().requires_grad_(needs) for x, needs in pairs]
         own, found = {_storage(x) for x in leaves}, list[Tensor]()
 
-        def collect(tensor: Tensor) -> None:
+        def collect(tensor: Tensor) -> Any:
             if self._is_between(tensor, own):
                 found.append(tensor.detach())
 
-        with torch.enable_grad(), saved_tensors_hooks(collect, lambda _: None):
+        with torch.enable_grad(), saved_tensors_hooks(collect, lambda nothing: nothing):
             of.run(*leaves)
         assert len(found) == of.count, "code saved other tensors when it ran again"
         of.again = dict(enumerate(found))

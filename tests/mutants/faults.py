@@ -63,8 +63,8 @@ REMADE = (
     ),
     Fault(
         "plan: what kept cells compute again costs nothing",
-        "moved = work.backward_traffic + work.remade_traffic * (i.activations is not None)",
-        "moved = work.backward_traffic",
+        "traffic = work.backward_traffic + work.remade_traffic * (i.activations is not None)",
+        "traffic = work.backward_traffic",
         ("tests/planner/test_seconds.py::test_a_kept_cell_computes_a_little_again",),
     ),
     Fault(

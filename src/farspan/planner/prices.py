@@ -313,8 +313,8 @@ class Prices:
         trained = work.trainable / work.parameters if work.parameters else 1.0
         compute = self._products(work.products, tokens)
         compute += trained * self._products(work.products, tokens, weights=True)
-        moved = work.backward_traffic + work.remade_traffic * (i.activations is not None)
-        compute += self._moved(moved * tokens * self.program.run.batch)
+        traffic = work.backward_traffic + work.remade_traffic * (i.activations is not None)
+        compute += self._moved(traffic * tokens * self.program.run.batch)
         compute += self._moved(work.trainable * self._gradient_traffic(product=True))
         compute += self._tiled.again(i)
         attention = self.attention(i.layer, i.chunk, backward=True)
