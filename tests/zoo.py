@@ -347,6 +347,17 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "falcon_mamba": Family({"state_size": 8, "time_step_rank": 4}),
+    "falcon_h1": Family(  # each layer attends and passes on a state
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "mamba_rms_norm": True,
+        }
+    ),
     "granitemoehybrid": Family(
         {
             **LOCAL_EXPERTS,

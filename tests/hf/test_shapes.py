@@ -70,7 +70,6 @@ def test_experts_save_as_much(name: str) -> None:
     ("changes", "words"),
     [
         ({"model_type": "none"}, "model_type: transformers .* has no 'none'"),
-        ({"model_type": "falcon_h1"}, "a convolution over tokens and attends; expected one or"),
         ({"model_type": "qwen3", "hidden_size": "many"}, "cannot read these fields of a qwen3"),
         ({"attention_dropout": 0.1}, r"dropout 0\.1 at .*attention_dropout"),
     ],

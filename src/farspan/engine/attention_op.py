@@ -99,6 +99,8 @@ class ChunkAttention:
     pieces: tuple[Piece, ...] = ()  # pieces in which heads are exchanged during attention
     index: IndexKeys | None = None  # of a layer whose queries choose the tokens that they see
     dtype: torch.dtype | None = None  # of K, V and of their gradients
+    # Whether the layer's state, which may need attention's output, is still missing.
+    goes_on: Callable[[], bool] = lambda: False
 
     def __call__(
         self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
@@ -110,7 +112,8 @@ class ChunkAttention:
             )
         if self.mode is AttentionMode.NONE:
             self.write(*((k, v) if self.exchange is None else self.exchange.to_heads(k, v)))
-            raise KVWritten
+            if not self.goes_on():
+                raise KVWritten
         chosen = None if self.index is None else keywords["indices"]
         if chosen is not None and not chosen.shape[2]:
             chosen = None
@@ -375,7 +378,7 @@ class AttentionContext:
         if self.shares:
             self._share_cell(i, cell)
         if i.mode is AttentionMode.COMPUTE:
-            self._fetch(cell, i.layer, i.chunk)
+            self.fetch(cell, i.layer, i.chunk)
             if cell.far is not None:
                 cell.far.begin(cell.key_values)
         return cell
@@ -383,7 +386,7 @@ class AttentionContext:
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
         """Give a cell its backward's buffers; start fetching earlier K, V and gradient sums."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
-        self._fetch(cell, i.layer, i.chunk)
+        self.fetch(cell, i.layer, i.chunk)
         if cell.far is not None:
             cell.far.begin_backward(i, cell.key_values)
         cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
@@ -391,7 +394,16 @@ class AttentionContext:
             cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
             cell.attention = self._rows(i.attention, i.chunk, i.layer)
 
-    def _fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
+    def again(self, i: Backward, cell: ChunkAttention) -> None:
+        """Prepare a cell whose forward runs again for its backward."""
+        cell.attention = self._rows(i.attention, i.chunk, i.layer)
+        cell.mode = AttentionMode.COMPUTE if cell.attention is None else AttentionMode.GIVEN
+        cell.key_values = self._prefix(i.layer, i.chunk, i.prefix)
+        cell.kept, cell.graph = False, True
+        if cell.mode is AttentionMode.COMPUTE:
+            self.fetch(cell, i.layer, i.chunk)
+
+    def fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
         """Start fetching the keys of earlier chunks, if these are on the host."""
         if cell.key_values.on_host(cell.key_values.keys_in):
             blocks = self.blocks_of(layer, chunk, self._ring_index())

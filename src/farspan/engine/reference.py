@@ -14,6 +14,7 @@ from farspan.attention.far import GivenSelector
 from farspan.engine.loss import IGNORED, StepInputs, make_inputs, shift_labels
 from farspan.hf.attention_interface import answering, attended, routed
 from farspan.hf.indexer import IndexerCall
+from farspan.hf.recurrent import mixers
 from farspan.hf.routers import balance_loss, recorded, routers_of
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import Schedule, Sparse
@@ -85,7 +86,8 @@ def reference_logits(
 
     with routed(stages.model), answering(attention, choose):
         logits = logits_of(input_ids, batch.position_ids)
-        if batch.documents is not None and (calls < len(stages.layers) or any(stages.scales)):
+        passes_on = calls < len(stages.layers) or any(map(mixers, stages.layers))
+        if batch.documents is not None and (passes_on or any(stages.scales)):
             documents = None
             logits = _one_by_one(batch, batch.documents, logits_of)
     return logits.to(accumulate_dtype(logits.dtype))

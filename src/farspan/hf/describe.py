@@ -190,7 +190,8 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
         with torch.enable_grad(), answering(attention, choose), saved.hooks():
             hidden.requires_grad_()
             if before:
-                out = run_piece(layer, hidden, call, RecurrentStates(before))
+                states = RecurrentStates(before, attends=measured.spec.attends())
+                out = run_piece(layer, hidden, call, states)
             else:
                 out = run_layer(layer, hidden, call)
         # The graph of `out` kept the saved tensors alive while they were counted.

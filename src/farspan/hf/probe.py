@@ -36,7 +36,7 @@ from farspan.hf.attention_interface import (
 )
 from farspan.hf.indexer import IndexerCall
 from farspan.hf.quantized import copied
-from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two
+from farspan.hf.recurrent import RecurrentStates, mixers, run_piece, state_spec, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
 from farspan.spec import Indexer, LayerSpec, UnsupportedError
 
@@ -215,27 +215,30 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
     hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
     with answering(dense, dense.choose):
         stages.run_layer(index, hidden, call)
-    spec = dense.seen.get(index) or _unattending(stages, hidden, index, call)
+    spec = _with_states(stages, hidden, index, call, dense.seen.get(index, UNATTENDING))
     _refuse_hidden_state(stages, index, spec)
     return spec, dense.calls
 
 
-def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
-    """Return the spec of a layer without attention, with the states that the layer passes on."""
-    states = RecurrentStates()
-    run_piece(stages.running[index], hidden, call, states)
-    return replace(UNATTENDING, state=state_spec(states.after))
+def _with_states(
+    stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall, spec: LayerSpec
+) -> LayerSpec:
+    """Return a layer's spec with the states that the layer passes on."""
+    if spec.attends() and not mixers(stages.layers[index]):
+        return spec
+    states = RecurrentStates(attends=spec.attends())
+    with answering(ProbeAttention(layer=index)):
+        run_piece(stages.running[index], hidden, call, states)
+    return replace(spec, state=state_spec(states.after))
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
     """Raise UnsupportedError for a convolution without state in `spec`: chunks would cut it."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
-        attends = "attends; expected one or the other in a layer"
-        hides = "hands no state on through the cache"
         raise UnsupportedError(
             f"model: layer {index} of {type(stages.model).__name__} has a convolution over "
-            f"tokens and {attends if spec.attends() else hides}"
+            "tokens and hands no state on through the cache"
         )
 
 
@@ -359,8 +362,8 @@ def _run_staged(
         before = hidden
         with answering(dense, dense.choose):
             hidden = stages.run_layer(dense.layer, before, call)
-        if dense.layer not in dense.seen:
-            dense.seen[dense.layer] = _unattending(stages, before, dense.layer, call)
+        spec = dense.seen.get(dense.layer, UNATTENDING)
+        dense.seen[dense.layer] = _with_states(stages, before, dense.layer, call, spec)
     seen = [dense.seen[layer] for layer in range(len(stages.layers))]
     _refuse_other_calls(stages, calls_of_whole, seen)
     read = stages.read(hidden)
@@ -541,11 +544,14 @@ def _with_gradient(
     """Run a recurrent layer on token ranges `cuts`; return its output and its input's gradient."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
+    attends = bool(mixers(layer))
     # Eager experts depend on values: only experts with tokens run.
-    with nullcontext() if hidden.is_meta else eager_experts(layer):
+    experts = nullcontext() if hidden.is_meta else eager_experts(layer)
+    with experts, answering(ProbeAttention(layer=index)):
         for start, stop in cuts:
             # New tensors: the piece that left a state may also read it for its output.
-            states = RecurrentStates({name: x.view_as(x) for name, x in states.after.items()})
+            before = {name: x.view_as(x) for name, x in states.after.items()}
+            states = RecurrentStates(before, attends=attends)
             given |= {f"{name} at {start}": state for name, state in states.before.items()}
             more = takes_two(stop - start, states.before)
             positions = torch.arange(start, stop + more)

@@ -91,16 +91,17 @@ def _x(model: ModelSpec, _: LayerSpec, batch: int) -> list[RowTensor]:
 
 
 def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
-    """Return the tensors K, V of an attention layer, with its index keys if it has an indexer, or
+    """Return the tensors K, V of an attention layer, with its index keys if it has an indexer, and
     the states of a recurrent layer."""
-    if layer.state:
-        wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
-        return [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
+    wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
+    states = [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
+    if states and not layer.attends():
+        return states
     key, value = (batch, layer.kv_heads, layer.head_dim), (batch, layer.kv_heads, layer.value_dim)
     index = (
         [RowTensor(INDEX, (batch, layer.indexer.dim), layer.indexer.wide)] if layer.indexer else []
     )
-    return [RowTensor("k", key), RowTensor("v", value), *index]
+    return [RowTensor("k", key), RowTensor("v", value), *index, *states]
 
 
 def _dkv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
