@@ -118,7 +118,8 @@ def verify_command(
         tell(loaded, words, texts, schedule, attention, **data)
     else:
         tell = load("farspan.cli.with_torch", "verify_and_tell")
-        tell(loaded, schedule, attention, documents=documents, **data)
+        products = None if run is None else run.kernels.products
+        tell(loaded, schedule, attention, documents=documents, products=products, **data)
 
 
 def model_notes(model: Any, run: RunConfig | None) -> list[str]:

@@ -207,13 +207,17 @@ class CausalLMStages:
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
         """From now on, run copies of the layers, and of the modules between layers and logits.
         `shell` returns a copy of a module that shares its weights and may have another forward."""
-        self.running = [shell(layer) for layer in self.layers]
+        self.run_layers_in(shell)
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         holders = self._holders()
         inside = {*path, self.decoder, self.layers, *holders.values()}
         around = *path, self.decoder, *holders.values()
         beside = [child for module in around for child in module.children()]
         self._shells = {child: shell(child) for child in beside if child not in inside}
+
+    def run_layers_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
+        """From now on, run these copies of the layers; see `run_in`."""
+        self.running = [shell(layer) for layer in self.layers]
 
     def settle(self, longest: int) -> None:
         """Set the longest position of the next sequences, by which longrope picks frequencies."""
