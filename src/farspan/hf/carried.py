@@ -68,7 +68,14 @@ class Carried:
         """Return the elements of each piece that a layer tells apart in a packed tensor."""
         own = self.inputs * self.trains_inputs
         before, after = layer * own, (self.layers - 1 - layer) * own
-        return [self.hidden * max(1, self.streams), before, own, after, *self._of_shared, self.choice]
+        return [
+            self.hidden * max(1, self.streams),
+            before,
+            own,
+            after,
+            *self._of_shared,
+            self.choice,
+        ]
 
     def flat(self, hidden: Tensor) -> Tensor:
         """Return hidden states as the layers give them as [B, T, elements]."""
