@@ -620,7 +620,8 @@ class ProbeAttention:
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chunked = bool(keywords.get("chunked"))
         follows = keywords.get("indices") is not None and self.indexer is None
-        made = Indexer(0, 0, int(module.config.index_topk)) if follows else self.indexer
+        config: Any = module.config
+        made = Indexer(0, 0, int(config.index_topk)) if follows else self.indexer
         self.seen[layer] = LayerSpec(
             *sizes, window, chunked, sinks is not None, softcap, indexer=made
         )
