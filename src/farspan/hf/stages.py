@@ -305,7 +305,8 @@ class CausalLMStages:
         return {"inputs_embeds": blank.expand(shape), "position_ids": position_ids}
 
     def _record(self, **inputs: Tensor) -> _Record:
-        inputs["position_ids"] = inputs["position_ids"] + self.first_position
+        if self.first_position:  # else the sum would be a copy of 8 bytes a token
+            inputs["position_ids"] = inputs["position_ids"] + self.first_position
         record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
         assert record.hidden is not None
         for call, carry in zip(record.calls, self.carries, strict=bool(self.carries)):
