@@ -121,10 +121,13 @@ class ChunkAttention:
         """Return the tokens that this rank's queries attend to, [B, C, topk]; [B, C, 0] if these
         are all tokens, or if nothing attends."""
         assert self.index is not None, "the layer has no indexer"
+        chooses = bool(self.index.chosen) and (self._attends() or call.sizes.passed)
+        if self.write_kv is None and not chooses:
+            return call.blank(0)
         own = self._index_keys(call)
         if self.write_kv is not None:
             self.write_kv[INDEX].copy_(own.transpose(0, 1))
-        if not (self.index.chosen and (self._attends() or call.sizes.passed)):
+        if not chooses:
             return call.blank(0)
         keys = self.index.keys(self.key_values, own)
         return call.choose(keys, self.index.first, self.index.tokens, self.index.begins)
