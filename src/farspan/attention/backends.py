@@ -437,6 +437,38 @@ class Padded:
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Directed(BlockKernel):
+    """Attention whose forward and backward are computed by two kernels.
+
+    Exact for any two: every kernel's LSE is the natural logarithm of sum exp of the scaled scores,
+    and every backward takes the out and LSE of the whole softmax, which several kernels may have
+    merged already (`CudaCudnn`). Only FlashAttention-2 and -3 cannot be such two, as PyTorch has
+    one of them at a time.
+    """
+
+    ahead: BlockKernel
+    back: BlockKernel
+
+    @property
+    def softcap(self) -> float | None:
+        return self.ahead.softcap
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        """Divide a block into blocks, each of which both kernels can compute by one call."""
+        return tuple(piece for part in self.ahead.split(block) for piece in self.back.split(part))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.ahead.forward(q, k, v, block, scale)
+
+    def backward(
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> Gradients:
+        return self.back.backward(queries, k, v, block, scale)
+
+
 # -- in plain PyTorch, tile by tile --------------------------------------------------------------
 
 

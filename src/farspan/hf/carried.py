@@ -17,6 +17,7 @@ Names of modules and arguments are those of Gemma 3n and Gemma 4 in transformers
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import signature
@@ -111,11 +112,13 @@ class LayerCarry:
         """Call the layer, and return its output as a packed tensor."""
         layout = self.layout
         pieces = list(packed.split(layout.sizes(self.layer), -1))
-        shared: dict[str, tuple[Tensor, Tensor]] = {}
+        shared: dict[str | int, tuple[Tensor, Tensor]] = {}
         if self.reads is not None:
             at, (_, heads, dim) = self._place(self.reads)
             k, v = (x.unflatten(2, (heads, dim)).transpose(1, 2) for x in pieces[at : at + 2])
-            shared[self.reads] = k.contiguous(), v.contiguous()
+            given = k.contiguous(), v.contiguous()
+            # The key is the type of attention; in Gemma 3n of 5.20 the layer that made them.
+            shared = defaultdict(lambda: given)
         keywords = {**keywords, SHARED: shared}
         if layout.inputs:
             own = pieces[2] if layout.trains_inputs else keywords[INPUT]
@@ -123,7 +126,8 @@ class LayerCarry:
         pieces[0] = layout.flat(layer(layout.apart(pieces[0]), **keywords))
         if self.writes is not None:
             at, _ = self._place(self.writes)
-            pieces[at : at + 2] = (x.transpose(1, 2).flatten(2) for x in shared[self.writes])
+            (made,) = shared.values()
+            pieces[at : at + 2] = (x.transpose(1, 2).flatten(2) for x in made)
         return torch.cat(pieces, -1)
 
     def _place(self, key: str) -> tuple[int, tuple[str, int, int]]:
@@ -145,7 +149,7 @@ def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, .
     if not (shared or inputs or streams):
         return ()
     makers = (child for name, child in decoder.named_children() if _MAKES_INPUTS.match(name))
-    trains = any(p.requires_grad for module in makers for p in module.parameters())
+    trains = inputs > 0 and any(p.requires_grad for m in makers for p in m.parameters())
     layout = Carried(config.hidden_size, streams, inputs, trains, len(layers), (*shared.values(),))
     return tuple(
         LayerCarry(

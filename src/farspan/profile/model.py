@@ -40,10 +40,12 @@ class Variant:
     adds: bool = False  # products add weight gradients to their sums
     tiled: bool = False  # token-wise modules may also run on tiles
     nf4: bool = False  # frozen weights of linear modules have four bits
+    remakes: bool = True  # kept cells compute norms' outputs and act(gate) * up again
 
     def key(self) -> str:
         words = [self.dtype, *[f"lora{self.rank}"] * bool(self.rank)]
         words += [name for name in ("fused", "adds", "tiled", "nf4") if getattr(self, name)]
+        words += [] if self.remakes else ["whole"]
         return " ".join(words)
 
 
