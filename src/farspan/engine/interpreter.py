@@ -285,7 +285,6 @@ class Interpreter:
     def _among_ranks(self, instruction: Instruction) -> None:
         """Run an instruction that exchanges weights or hidden states with other ranks."""
         now = self.registers
-        now.trained.clear()  # modules have other parameters once these are gathered
         match instruction:
             case Gather(group, outer) if self.sharded_model is not None:
                 self.sharded_model.gather(self.program, group, outer=outer)
