@@ -163,7 +163,7 @@ def test_inputs_are_made_again_if_nothing_is_trained_for_them() -> None:
     model = make_model("gemma4_e2b")
     add_adapters(model, rank=2, alpha=4)
     spec = Step(model, PLAIN).model_spec
-    assert spec.embeds
+    assert spec.embeds == 4 * 6
     assert spec.carried == 2 * 2 * (8 + 16)
 
 

@@ -254,7 +254,7 @@ class CausalLMStages:
     @property
     def asks_tokens(self) -> bool:
         """True if calls of layers differ between tokens at the same positions."""
-        return bool(self.carries) and self.carries[0].layout.asks_tokens
+        return bool(self.carries) and self.carries[0].layout.again > 0
 
     @property
     def _embedding(self) -> Tensor:
