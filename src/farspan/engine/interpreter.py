@@ -38,7 +38,7 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
 from farspan.hf.dropout import Draws, TokenRange
-from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Cell, Order
@@ -435,7 +435,7 @@ class Interpreter:
             with torch.set_grad_enabled(i.graph), answering(cell):
                 entered, graph_input = enter(hidden) if i.graph else (hidden, None)
                 with nullcontext() if saved is None else saved.hooks():
-                    out = run_layer(layer, entered, call)
+                    out = self.stages.run_cell(layer, entered, call)
         except KVWritten:
             return
         if i.drops:

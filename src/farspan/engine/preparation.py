@@ -133,6 +133,7 @@ def prepare(
     sharded: ShardedModel | None = None,
     device: torch.device | str | None = None,
     weights: StreamedWeights | None = None,
+    autocast: torch.dtype | None = None,
 ) -> PreparedModel:
     """Prepare a model for steps. Raises UnsupportedError if it or the schedule is not supported.
 
@@ -143,7 +144,10 @@ def prepare(
         sharded: The model as `parallelize` has sharded it.
         device: The device that computes, if weights are in main memory.
         weights: Streamed weights of an earlier preparation, reused if the model still has them.
+        autocast: The dtype of torch.autocast in the steps, if any.
     """
+    if autocast is not None:  # kernels of farspan's own compute in the dtype of the weights
+        wanted = replace(wanted, fused=False)
     on_host = is_on_host(schedule, sharded)
     stages = _stages(model, sharded, device, on_host=on_host)
     _refuse(stages, sharded)
@@ -166,6 +170,9 @@ def prepare(
     kernels.refuse(spec)
     if schedule is not None:
         schedule.group_sizes(len(spec.layers))
+    if autocast is not None:
+        _refuse_autocast(stages, schedule, sharded, spec)
+        stages.autocast = autocast
     return PreparedModel(
         model,
         stages,
@@ -217,6 +224,35 @@ def _refuse(stages: CausalLMStages, sharded: ShardedModel | None) -> None:
         refuse_places(stages.model)
 
 
+def _refuse_autocast(
+    stages: CausalLMStages,
+    schedule: Schedule | None,
+    sharded: ShardedModel | None,
+    spec: ModelSpec,
+) -> None:
+    """Raise UnsupportedError unless cells can repeat every operation under autocast, in memory that
+    a plan for the dtype of the weights has."""
+    reason = ""
+    if stages.dtype is not torch.float32:
+        reason = f"is for float32 weights, and these are {stages.dtype}; leave it out"
+    elif sharded is not None:
+        reason = "is not supported on several ranks; load the model in bfloat16"
+    elif spec.is_recurrent():
+        reason = "is not supported with recurrent layers; load the model in bfloat16"
+    elif stages.carries:
+        reason = "is not supported if layers share keys and values; load the model in bfloat16"
+    elif schedule is None:
+        reason = "needs a written schedule, as the planner plans for one dtype; give one, such as "
+        reason += "farspan.Schedule(chunk=4096)"
+    elif schedule.activation_save_fraction or schedule.mlp_chunk_size or schedule.sparse:
+        reason = "is not supported with activation_save_fraction, mlp_chunk_size and sparse; leave "
+        reason += "them out"
+    elif is_on_host(schedule, sharded):
+        reason = "is not supported with weights in main memory; leave schedule.weights out"
+    if reason:
+        raise UnsupportedError(f"autocast: it {reason}")
+
+
 def _drops(model: nn.Module) -> bool:
     dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
     return any(m.p > 0 and m.training for m in dropouts)
@@ -262,6 +298,7 @@ class Preparations:
     sharded: ShardedModel | None
     whole_on: ParallelContext | None  # ranks that keep whole weights, which may then move
     device: torch.device | str | None  # that computes, if given
+    autocast: torch.dtype | None = None  # in the model's modules
     now: PreparedModel = field(init=False)
     _kept: list[PreparedModel] = field(default_factory=list)
 
@@ -325,6 +362,7 @@ class Preparations:
                 sharded=self.sharded,
                 device=self.device,
                 weights=weights,
+                autocast=self.autocast,
             )
         if self.now.weights is not None:  # their model's device is another from now on
             self.device = self.now.stages.device
