@@ -77,6 +77,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"schedule": Schedule(weights=Tier.HOST)}, "with weights in main memory"),
     ("mamba2", {}, "not supported with recurrent layers"),
     ("gemma3n_text", {}, "not supported if layers share keys and values"),
+    ("deepseek_v32", {}, "not supported if an indexer chooses tokens"),
 ]
 
 

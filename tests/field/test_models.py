@@ -71,14 +71,13 @@ BART = {
     **{"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
     **{"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48},
 }
-INDEXER = "attends to the tokens that model.layers.0.self_attn.indexer chooses"
+INDEXER = "attends to the tokens that an earlier layer chose (indexer_types: shared)"
 DECODER = "is the decoder of an encoder-decoder model (model.decoder.layers.0.encoder_attn"
 ELSEWHERE = "computes attention, or a recurrence, in code of its own"
 TWICE = "called the attention interface 4 times for 2 layers, 2 of which attend"
 READS = "attends to later tokens (is_decoder is false in its configuration)"
 REASONS: list[tuple[str, dict[str, Any], str]] = [
-    ("deepseek_v32", INDEXED, INDEXER),
-    ("dots3_note_text", INDEXED, INDEXER),
+    ("glm_moe_dsa", {**INDEXED, "indexer_types": ["full", "shared"]}, INDEXER),
     ("falcon", {}, ELSEWHERE),
     ("rwkv", {"attention_hidden_size": 32}, ELSEWHERE),
     ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, "changes its input embeddings"),

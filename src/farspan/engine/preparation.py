@@ -146,8 +146,8 @@ def prepare(
         weights: Streamed weights of an earlier preparation, reused if the model still has them.
         autocast: The dtype of torch.autocast in the steps, if any.
     """
-    if autocast is not None:  # kernels of farspan's own compute in the dtype of the weights
-        wanted = replace(wanted, fused=False)
+    if autocast is not None:  # functions of farspan's own compute in the dtype of the weights
+        wanted = replace(wanted, fused=False, accumulate=False, remake=False)
     on_host = is_on_host(schedule, sharded)
     stages = _stages(model, sharded, device, on_host=on_host)
     _refuse(stages, sharded)
@@ -241,6 +241,8 @@ def _refuse_autocast(
         reason = "is not supported with recurrent layers; load the model in bfloat16"
     elif stages.carries:
         reason = "is not supported if layers share keys and values; load the model in bfloat16"
+    elif any(layer.indexer is not None for layer in spec.layers):
+        reason = "is not supported if an indexer chooses tokens; load the model in bfloat16"
     elif schedule is None:
         reason = "needs a written schedule, as the planner plans for one dtype; give one, such as "
         reason += "farspan.Schedule(chunk=4096)"

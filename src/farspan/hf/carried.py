@@ -6,6 +6,9 @@ or several streams of hidden states (AltUp). A packed tensor has them side by si
 
     | hidden state, all streams | input of layer 0 | 1 | ... | K | V | K | V |
 
+Per-layer inputs for which nothing is trained, as with adapters, are left out: each chunk's calls
+make them again.
+
 Whatever runs between layers sees one hidden state: chunks, groups, copies to main memory, ranks. On
 the way down gradients of shared K, V and of per-layer inputs add up in the packed gradient, so they
 are complete when the layer, or the embedding, that made these tensors runs its backward.
@@ -13,6 +16,8 @@ are complete when the layer, or the embedding, that made these tensors runs its 
 Names of modules and arguments are those of Gemma 3n and Gemma 4 in transformers 5.24.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import signature
@@ -32,13 +37,19 @@ class Carried:
     hidden: int  # elements of a hidden state
     streams: int  # hidden states of a token; 0: one, without a dimension for streams
     inputs: int  # elements of a layer's own input
+    trains_inputs: bool  # else each call brings its input, and no packed tensor has it
     layers: int
     shared: tuple[tuple[str, int, int], ...]  # attention type, heads, head dim, of each shared K, V
 
     @property
     def width(self) -> int:
         """Number of elements of a token in a packed tensor."""
-        return self.hidden * max(1, self.streams) + self.inputs * self.layers + sum(self._of_shared)
+        return sum(self.sizes(0))
+
+    @property
+    def asks_tokens(self) -> bool:
+        """True if the calls of layers differ between tokens at the same positions."""
+        return self.inputs > 0 and not self.trains_inputs
 
     @property
     def _of_shared(self) -> list[int]:
@@ -52,9 +63,9 @@ class Carried:
 
     def sizes(self, layer: int) -> list[int]:
         """Return the elements of each piece that a layer tells apart in a packed tensor."""
-        before, after = layer * self.inputs, (self.layers - 1 - layer) * self.inputs
-        hidden = self.hidden * max(1, self.streams)
-        return [hidden, before, self.inputs, after, *self._of_shared]
+        own = self.inputs * self.trains_inputs
+        before, after = layer * own, (self.layers - 1 - layer) * own
+        return [self.hidden * max(1, self.streams), before, own, after, *self._of_shared]
 
     def flat(self, hidden: Tensor) -> Tensor:
         """Return hidden states as the layers give them, with streams first, as [B, T, elements]."""
@@ -62,7 +73,7 @@ class Carried:
 
     def hidden_states(self, packed: Tensor) -> Tensor:
         """Return the hidden states in a packed tensor, as the model's own code expects them."""
-        first = self.hidden * max(1, self.streams)
+        first = self.sizes(0)[0]
         return self.apart(packed.split([first, packed.shape[-1] - first], -1)[0])
 
     def apart(self, flat: Tensor) -> Tensor:
@@ -76,7 +87,7 @@ class Carried:
         forward of which only the layers' calls, or the modules above them, are wanted."""
 
         def project(embeds: Tensor, *_: Any) -> Tensor:
-            return embeds.new_zeros(()).expand(*embeds.shape[:2], self.layers, self.inputs)
+            return embeds.new_ones(()).expand(*embeds.shape[:2], self.layers, self.inputs)
 
         if not self.inputs:
             return {}
@@ -101,18 +112,22 @@ class LayerCarry:
         """Call the layer, and return its output as a packed tensor."""
         layout = self.layout
         pieces = list(packed.split(layout.sizes(self.layer), -1))
-        shared: dict[str, tuple[Tensor, Tensor]] = {}
+        shared: dict[str | int, tuple[Tensor, Tensor]] = {}
         if self.reads is not None:
             at, (_, heads, dim) = self._place(self.reads)
             k, v = (x.unflatten(2, (heads, dim)).transpose(1, 2) for x in pieces[at : at + 2])
-            shared[self.reads] = k.contiguous(), v.contiguous()
+            given = k.contiguous(), v.contiguous()
+            # The key is the type of attention; in Gemma 3n of 5.20 the layer that made them.
+            shared = defaultdict(lambda: given)
         keywords = {**keywords, SHARED: shared}
         if layout.inputs:
-            keywords[INPUT] = pieces[2].contiguous()  # a saved view would keep the whole tensor
+            own = pieces[2] if layout.trains_inputs else keywords[INPUT]
+            keywords[INPUT] = own.contiguous()  # a saved view would keep the inputs of all layers
         pieces[0] = layout.flat(layer(layout.apart(pieces[0]), **keywords))
         if self.writes is not None:
             at, _ = self._place(self.writes)
-            pieces[at : at + 2] = (x.transpose(1, 2).flatten(2) for x in shared[self.writes])
+            (made,) = shared.values()
+            pieces[at : at + 2] = (x.transpose(1, 2).flatten(2) for x in made)
         return torch.cat(pieces, -1)
 
     def _place(self, key: str) -> tuple[int, tuple[str, int, int]]:
@@ -133,7 +148,9 @@ def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, .
     streams = config.altup_num_inputs if hasattr(decoder, "altup_projections") else 0
     if not (shared or inputs or streams):
         return ()
-    layout = Carried(config.hidden_size, streams, inputs, len(layers), (*shared.values(),))
+    makers = (child for name, child in decoder.named_children() if _MAKES_INPUTS.match(name))
+    trains = inputs > 0 and any(p.requires_grad for m in makers for p in m.parameters())
+    layout = Carried(config.hidden_size, streams, inputs, trains, len(layers), (*shared.values(),))
     return tuple(
         LayerCarry(
             layout,
@@ -148,6 +165,7 @@ def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, .
 
 
 _PROJECTION = "per_layer_model_projection"
+_MAKES_INPUTS = re.compile("embed_tokens|per_layer_")
 
 
 def _shares(module: Any, flag: str) -> bool:
