@@ -382,8 +382,8 @@ TRUST = (
     ),
     Fault(
         "autocast: steps leave it out",
-        "stages.autocast = autocast",
-        "stages.autocast = None",
+        "self.now.stages.autocast = self.autocast",
+        "self.now.stages.autocast = None",
         ("tests/engine/test_autocast.py::test_gradients_are_as_near_as_plain_ones",),
     ),
     Fault(

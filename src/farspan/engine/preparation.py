@@ -133,7 +133,6 @@ def prepare(
     sharded: ShardedModel | None = None,
     device: torch.device | str | None = None,
     weights: StreamedWeights | None = None,
-    autocast: torch.dtype | None = None,
 ) -> PreparedModel:
     """Prepare a model for steps. Raises UnsupportedError if it or the schedule is not supported.
 
@@ -144,10 +143,7 @@ def prepare(
         sharded: The model as `parallelize` has sharded it.
         device: The device that computes, if weights are in main memory.
         weights: Streamed weights of an earlier preparation, reused if the model still has them.
-        autocast: The dtype of torch.autocast in the steps, if any.
     """
-    if autocast is not None:  # functions of farspan's own compute in the dtype of the weights
-        wanted = replace(wanted, fused=False, accumulate=False, remake=False)
     on_host = is_on_host(schedule, sharded)
     stages = _stages(model, sharded, device, on_host=on_host)
     _refuse(stages, sharded)
@@ -170,9 +166,6 @@ def prepare(
     kernels.refuse(spec)
     if schedule is not None:
         schedule.group_sizes(len(spec.layers))
-    if autocast is not None:
-        _refuse_autocast(stages, schedule, sharded, spec)
-        stages.autocast = autocast
     return PreparedModel(
         model,
         stages,
@@ -224,18 +217,14 @@ def _refuse(stages: CausalLMStages, sharded: ShardedModel | None) -> None:
         refuse_places(stages.model)
 
 
-def _refuse_autocast(
-    stages: CausalLMStages,
-    schedule: Schedule | None,
-    sharded: ShardedModel | None,
-    spec: ModelSpec,
-) -> None:
+def _refuse_autocast(model: PreparedModel) -> None:
     """Raise UnsupportedError unless cells can repeat every operation under autocast, in memory that
     a plan for the dtype of the weights has."""
+    stages, schedule, spec = model.stages, model.schedule, model.spec
     reason = ""
     if stages.dtype is not torch.float32:
         reason = f"is for float32 weights, and these are {stages.dtype}; leave it out"
-    elif sharded is not None:
+    elif model.sharded is not None:
         reason = "is not supported on several ranks; load the model in bfloat16"
     elif spec.is_recurrent():
         reason = "is not supported with recurrent layers; load the model in bfloat16"
@@ -249,7 +238,7 @@ def _refuse_autocast(
     elif schedule.activation_save_fraction or schedule.mlp_chunk_size or schedule.sparse:
         reason = "is not supported with activation_save_fraction, mlp_chunk_size and sparse; leave "
         reason += "them out"
-    elif is_on_host(schedule, sharded):
+    elif model.weights is not None:
         reason = "is not supported with weights in main memory; leave schedule.weights out"
     if reason:
         raise UnsupportedError(f"autocast: it {reason}")
@@ -303,6 +292,10 @@ class Preparations:
     autocast: torch.dtype | None = None  # in the model's modules
     now: PreparedModel = field(init=False)
     _kept: list[PreparedModel] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.autocast is not None:  # farspan's own functions compute in the weights' dtype
+            self.wanted = replace(self.wanted, fused=False, accumulate=False, remake=False)
 
     def keep_whole(self) -> None:
         """Make the ranks `whole_on`, if given, keep all weights each and sum gradients among
@@ -364,8 +357,10 @@ class Preparations:
                 sharded=self.sharded,
                 device=self.device,
                 weights=weights,
-                autocast=self.autocast,
             )
+        if self.autocast is not None:
+            _refuse_autocast(self.now)
+            self.now.stages.autocast = self.autocast
         if self.now.weights is not None:  # their model's device is another from now on
             self.device = self.now.stages.device
         self._kept.append(self.now)
