@@ -299,6 +299,19 @@ FURTHER |= {  # which nobody has named in a report so far
     "sarvam_mla": Family({**LATENT, **SMALL_EXPERTS, "n_group": 1, "topk_group": 1}),
     "sarvam_moe": Family(SMALL_EXPERTS),
 }
+INDEXED = {
+    **{**LATENT, **ROUTED_EXPERTS, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4},
+}
+FURTHER |= dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), Family(INDEXED)
+)
+FURTHER |= {  # some layers attend to the tokens that an earlier one chose
+    "glm_moe_dsa_shared": Family(
+        {**INDEXED, "indexer_types": ["full", "shared"] * 2}, kind="glm_moe_dsa"
+    ),
+    "hy_v4": Family({**INDEXED, "indexer_types": ["full", "full", "shared", "shared"]}),
+}
 if not OWN_ATTENTION:
     FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 
@@ -340,6 +353,17 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "falcon_mamba": Family({"state_size": 8, "time_step_rank": 4}),
+    "falcon_h1": Family(  # each layer attends and passes on a state
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "mamba_rms_norm": True,
+        }
+    ),
     "granitemoehybrid": Family(
         {
             **LOCAL_EXPERTS,

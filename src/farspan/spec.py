@@ -172,6 +172,7 @@ class Kernels:
     # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.
     fused: bool = True
     accumulate: bool = True  # on CUDA, products add weight gradients to their sums themselves
+    remake: bool = True  # kept layers compute norms' outputs and act(gate) * up again
     compile: bool = False  # run norms and dense MLPs of the layers through torch.compile
     deterministic: bool = False  # on CUDA, the same bits from the same step, slower
 
@@ -181,7 +182,7 @@ class Kernels:
                 f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
             )
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
-        for field in ("fused", "accumulate", "compile", "deterministic"):
+        for field in ("fused", "accumulate", "remake", "compile", "deterministic"):
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise UnsupportedError(f"{field}: expected true or false, got {value!r}")
@@ -205,6 +206,7 @@ class LayerWork:
     projections: int = 0  # number of products, the first ones, before attention
     forward_traffic: int = 0  # bytes that operations other than products read and write
     backward_traffic: int = 0
+    remade_traffic: int = 0  # of computing again, in a backward, what a kept cell does not store
     feed_forward: int = 0  # number of products, the last ones, in the feed-forward
     skippable: bool = True  # no gradient depends on the value of the feed-forward's output
     packed: int = 0  # bytes that quantised weights save compared with the model's dtype
@@ -218,6 +220,25 @@ class StateTensor:
     shape: tuple[int, ...]  # of one sequence
     element_bytes: int
     row: int = 0  # elements per token of a chunk's rows, which hold it; 0: no chunks are known
+
+
+SCORES = 1 << 28  # bytes of the scores that an indexer computes at one time
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sizes of a layer's indexer, by which each query chooses the tokens that it attends to."""
+
+    heads: int
+    dim: int  # of a token's index key, which all heads share
+    tokens: int  # that a query chooses
+    rotated: int = 0  # elements of an index key that RoPE rotates
+    wide: bool = False  # index keys have the accumulate dtype
+    passed: bool = False  # later layers attend to the chosen tokens too; of these, dim is 0
+
+    def piece(self, tokens: int) -> int:
+        """Return how many queries are scored at one time in a sequence of `tokens` tokens."""
+        return max(1, SCORES // (4 * self.heads * tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +260,7 @@ class LayerSpec:
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
     work: LayerWork = LayerWork()
     state: tuple[StateTensor, ...] = ()  # read by every cell, in every attention mode
+    indexer: Indexer | None = None  # a query sees the tokens that the layer's indexer chooses
 
     def attends(self) -> bool:
         return self.query_heads > 0
@@ -246,6 +268,11 @@ class LayerSpec:
     def kv_elements(self) -> int:
         """Return the number of elements of K and V together for one token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def chosen(self, stop: int) -> int:
+        """Return how many tokens each query of a chunk that ends at `stop` chooses; 0 if it sees
+        all."""
+        return 0 if self.indexer is None or stop <= self.indexer.tokens else self.indexer.tokens
 
     def output_elements(self) -> int:
         """Return the number of elements of attention's output for one token."""
@@ -265,6 +292,7 @@ class ModelSpec:
     trainable: int = 0  # elements that receive a gradient
     routers: bool = False  # the loss has a part of its routers, which choose experts
     carried: int = 0  # elements of a token that layers pass on besides the hidden state
+    embeds: bool = False  # cells embed their tokens again, for inputs that layers get of them
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""
@@ -328,6 +356,7 @@ class Rates:
     # Bytes per query or key, head and element of an attention backward, besides its inputs and
     attention_workspace: float = 0.0  # results; 0: not known
     kernel: AttentionKernel | None = None  # the fastest, with these curves; None: not compared
+    backward_kernel: AttentionKernel | None = None  # the fastest backward; None: `kernel`
     deterministic: float = 1.0  # factor on attention's time if it is deterministic
     # Attention to chosen pages, by its own kernels; None: as attention without a mask.
     chosen_forward: Curve | None = None

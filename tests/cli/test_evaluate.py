@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,17 @@ from farspan.cli.evaluate import ANSWERS, NEEDLE, PLACES, QUESTION, Needle
 from farspan.hf.load import load_model
 from farspan.sparse.index import principal_index
 from farspan.spec import UnsupportedError
-from farspan.train.config import DType, LoraConfig, ModelConfig, ScheduleConfig, SparseConfig
+from farspan.train.config import (
+    DType,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    SparseConfig,
+)
 from farspan.train.trainer import train
+from tests.ranks import RankError, run_ranks
+from tests.train.test_ranks import WIDE
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
 TEXTS = {"a": "to be or not " * 9, "b": "short", "c": "whether it is nobler " * 20, "d": "x"}
@@ -115,6 +125,60 @@ def test_a_run_is_evaluated_with_its_adapters(folder: Path) -> None:
     after = evaluated(folder, merged, "--needles", "0")
     assert found["loss"] == pytest.approx(after["loss"], rel=1e-12)
     assert abs(found["loss"] - before["loss"]) > 1e-3
+
+
+def outputs(folder: Path, models: list[Path]) -> list[str]:
+    """What a rank prints of each model."""
+    given = ["--text", str(folder / "text"), "--context", str(CONTEXT), "--tokenizer", "bytes"]
+    found = []
+    for model in models:
+        result = CliRunner().invoke(app, ["evaluate", str(model), *given, "--json"])
+        assert result.exit_code == 0, (result.output, result.exception)
+        found.append(result.stdout)
+    return found
+
+
+def with_layout(run: RunConfig, layout: str) -> Path:
+    """A copy of a run's folder, with `parallel` in its run file."""
+    copied = Path(f"{run.folder} {layout[:6]}")
+    shutil.copytree(run.folder, copied)
+    text = (copied / "config.yaml").read_text()
+    assert "parallel: null\n" in text
+    (copied / "config.yaml").write_text(text.replace("parallel: null", f"parallel: {{{layout}}}"))
+    return copied
+
+
+ADAPTED = "ulysses: 2", "data: 2, fsdp: false"
+WHOLE = "shards: 2, fsdp: false", "data: 2", "pipeline: 2", "tensor: 2", "ring: 2"
+
+
+def test_ranks_print_what_one_prints(folder: Path) -> None:
+    """A run by its own layout, another model by heads; rank 0 prints."""
+    config = WIDE | {"max_position_embeddings": 256}
+    load_model(config=config, dtype=torch.float64, seed=3).save_pretrained(folder / "wide")
+    whole = tiny_run(
+        folder / "whole",
+        model=ModelConfig(path=str(folder / "wide"), dtype=DType.FLOAT64),
+        schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=1),
+    )
+    whole = replace(whole, data=replace(whole.data, tokenizer="bytes"))
+    model = replace(whole.model, lora=LoraConfig(rank=4))
+    adapted = replace(whole, model=model, folder=str(folder / "adapted"))
+    wanted, models = [evaluated(folder, folder / "wide")], [folder / "wide"]
+    for run, layouts in ((adapted, ADAPTED), (whole, WHOLE)):
+        train(run, reporter=Quiet())
+        wanted += [evaluated(folder, Path(run.folder))] * len(layouts)
+        models += [with_layout(run, layout) for layout in layouts]
+    printed, nothing = run_ranks(2, outputs, folder, models)
+    assert nothing == [""] * len(models)
+    for text, layout, alone in zip(printed, models, wanted, strict=True):
+        found = json.loads(text)
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-12), layout
+        for part, key in (("documents", "loss"), ("positions", "loss"), ("needles", "logprob")):
+            ours, theirs = ([one[key] for one in own[part]] for own in (found, alone))
+            assert ours == pytest.approx(theirs, rel=1e-12), (layout, part)
+    with pytest.raises(RankError, match=r"parallel: ulysses 2 needs .* but there are 3"):
+        run_ranks(3, outputs, folder, models[1:2])
 
 
 def test_a_run_is_evaluated_by_its_index(folder: Path) -> None:

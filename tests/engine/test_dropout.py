@@ -111,6 +111,7 @@ def test_tiles_drop_what_chunks_do(tile: int, fraction: float) -> None:
     [
         ("gemma3_text", TARGETS),
         ("qwen3_next", ["q_proj", "in_proj_qkvz", "out_proj", "in_proj_ba"]),
+        ("falcon_h1", ["q_proj", "in_proj", "down_proj"]),
     ],
 )
 def test_every_kind_of_layer(family: str, targets: list[str]) -> None:
@@ -121,7 +122,7 @@ def test_every_kind_of_layer(family: str, targets: list[str]) -> None:
         for documents in (0, 3):
             data = draw(TOKENS, batch=2, documents=documents)
             step = Step(model, schedule, poison=True, seed=SEED)
-            if data.document_ids is not None and family == "qwen3_next":
+            if data.document_ids is not None and family != "gemma3_text":
                 with patch.object(Masked, "pieces", pieces_of(data.document_ids)):
                     assert_exact(model, step, data, calls=1)
             else:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -89,12 +90,19 @@ def test_the_same_bits_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    part_of(["streamed", "streamed, kept", "streamed, alpha", "kv home"], "streamed, alpha"),
+    ("family", "name"),
+    part_of(
+        product(
+            ["lfm2", "falcon_h1"], ["streamed", "streamed, kept", "streamed, alpha", "kv home"]
+        ),
+        ("lfm2", "streamed, alpha"),
+        ("falcon_h1", "streamed"),
+    ),
 )
-def test_states_come_and_go_in_any_order(name: str) -> None:
-    """A state from host comes in two blocks, and its gradient goes back in two."""
-    assert_any_order(shared_model("lfm2", torch.float32), SCHEDULES[name], DATA)
+def test_states_come_and_go_in_any_order(family: str, name: str) -> None:
+    """A state from host comes in two blocks, and its gradient goes back in two; in a layer that
+    also attends, after those of the keys."""
+    assert_any_order(shared_model(family, torch.float32), SCHEDULES[name], DATA)
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ def by_transformers(model: Any, data: Data, mask: Tensor | None = None) -> Outco
     return Outcome(out.loss.detach(), gradients(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FIRST, *map(exhaustive, OTHERS)])
 def test_families_as_transformers_trains_them(name: str) -> None:
     with Float64Mode():
@@ -82,6 +83,7 @@ HARD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HARD)
 def test_places_of_a_cell_change_no_gradient(name: str) -> None:
     with Float64Mode():
@@ -233,6 +235,7 @@ def on_replicas(layout: Layout) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_replicas_add_losses_of_their_own() -> None:
     """As a Trainer's processes do, which count tokens for all and average over devices."""
     assert run_ranks(2, on_replicas, Layout(data=2)) == [[], []]

@@ -1,24 +1,41 @@
 """Layers that share K, V or have inputs of their own (Gemma 3n, Gemma 4 E2B): exact, predicted."""
 
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from farspan.engine.profile import measure
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
+from farspan.hf.describe import describe_config
 from farspan.hf.load import add_adapters, load_model
 from farspan.hf.probe import Float64Mode
+from farspan.planner.walk import Walk
+from farspan.profile.model import Variant
 from farspan.program.layout import Layout, local_heads
 from farspan.spec import Sparse, Tier, UnsupportedError
+from tests.engine import test_ranks
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.engine.test_ranks import Case, outcomes_of
 from tests.grids import part_of
 from tests.hf.test_families import KEPT, PLAIN, STREAMED
 from tests.hf.test_text import KINDS
 from tests.numerics import EXACT, relative_error
-from tests.planner.test_walk import CLOSE, agree, in_chunks, make
+from tests.planner.test_walk import (
+    CLOSE,
+    INDEX,
+    SIZES,
+    agree,
+    in_chunks,
+    make,
+    measured,
+    profile_of,
+)
 from tests.ranks import run_ranks
 from tests.zoo import GEMMA4_E2B, SHARED_KV, make_model, scatter_weights
 
@@ -64,13 +81,18 @@ def test_the_reference_is_the_model_of_transformers(family: str) -> None:
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_are_exact(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    part_of(product(FAMILIES, SCHEDULES), *zip(cycle(FAMILIES), SCHEDULES, strict=False)),
+)
+def test_adapters_are_exact(family: str, name: str) -> None:
     """All else is frozen, so nothing comes to the per-layer inputs."""
     model = make_model(family)
     add_adapters(model, rank=2, alpha=4)
-    data = draw(38, batch=2)
-    assert_close(run_step(model, KEPT, data), run_oracle(model, data))
+    step = Step(model, SCHEDULES[name], poison=True)
+    for tokens, documents in ((38, 0), (19, 3)):
+        data = draw(tokens, batch=2, documents=documents, seed=documents)
+        assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
 @pytest.mark.usefixtures("float64_throughout")
@@ -82,24 +104,44 @@ def test_frozen_layers_pass_gradients_of_inputs() -> None:
     assert_close(run_step(model, KEPT, data), run_oracle(model, data))
 
 
-def over_two(cases: list[tuple[str, str]]) -> list[str]:
+def adapted(name: str, **fields: Any) -> PreTrainedModel:
+    model = make_model(name, **fields)
+    add_adapters(model, rank=2, alpha=4)
+    return model
+
+
+INPUTS = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
+
+
+def over_two(names: list[str]) -> list[str]:
     wrong = []
-    for layout, family in cases:
-        inputs = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
+    for name, family in zip(names, cycle(("gemma4_e2b", "gemma3n_text")), strict=False):
         # A ring has no K, V on the host.
-        schedule = replace(KEPT, groups=2) if layout in ("ring", "pipeline") else STREAMED
-        case = Case(f"{layout} {family}", schedule, inputs, family)
+        schedule = replace(KEPT, groups=2) if name in ("ring", "pipeline") else STREAMED
         with Float64Mode():
-            wrong += outcomes_of(LAYOUTS[layout], [case])
+            wrong += outcomes_of(LAYOUTS[name], [Case(name, schedule, INPUTS, family)])
     return wrong
 
 
-CASES = [(layout, family) for layout in LAYOUTS for family in ("gemma4_e2b", "gemma3n_text")]
+def over_two_of_adapters(names: list[str]) -> list[str]:
+    """Ranks hold shards of the weights, gathered group by group, or stages of the layers."""
+    wrong = []
+    for name in names:
+        case = Case(f"adapters, {name}", replace(STREAMED, groups=1), INPUTS, "gemma4_e2b")
+        sharded: dict[str, Any] | None = None if name == "pipeline" else {}
+        with Float64Mode(), patch.object(test_ranks, "make_model", adapted):
+            wrong += outcomes_of(LAYOUTS[name], [case], sharded)
+    return wrong
 
 
 @pytest.mark.slow
 def test_two_ranks_give_what_one_does() -> None:
-    assert run_ranks(2, over_two, CASES) == [[], []]
+    assert run_ranks(2, over_two, list(LAYOUTS)) == [[], []]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_adapters() -> None:
+    assert run_ranks(2, over_two_of_adapters, ["ulysses", "pipeline"]) == [[], []]
 
 
 def test_tensor_parallelism_is_refused() -> None:
@@ -115,6 +157,14 @@ def test_what_layers_pass_on_is_counted() -> None:
     model = Step(make_model("gemma3n_text"), PLAIN).model_spec
     assert (model.hidden, model.carried) == (32, 2 * 32 + 4 * 6 + 2 * 2 * (8 + 8))
     assert Step(make_model("gemma4_text"), PLAIN).model_spec.carried == 0
+
+
+def test_inputs_are_made_again_if_nothing_is_trained_for_them() -> None:
+    model = make_model("gemma4_e2b")
+    add_adapters(model, rank=2, alpha=4)
+    spec = Step(model, PLAIN).model_spec
+    assert spec.embeds
+    assert spec.carried == 2 * 2 * (8 + 16)
 
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -138,8 +188,29 @@ GRID = [(family, name) for family in FIELDS for name in ("grouped", "memo")]
 @pytest.mark.parametrize(("family", "name"), part_of(GRID, GRID[1], GRID[2]))
 def test_memory_is_predicted(family: str, name: str) -> None:
     model = make(family, torch.float32, num_hidden_layers=4, **FIELDS[family])
-    schedule = in_chunks(name, 230)
-    agree(Step(model, replace(schedule, groups=2)), 1, 230, CLOSE)
+    schedule = replace(in_chunks(name, 230), groups=2)
+    agree(Step(model, schedule), 1, 230, CLOSE)
+
+
+@pytest.mark.parametrize("family", part_of(FIELDS, "gemma4_text"))
+def test_memory_of_adapters_is_predicted(family: str) -> None:
+    """A chunk's inputs of all layers are there while any layer of it runs."""
+    model = make(family, torch.float32, num_hidden_layers=4, **FIELDS[family])
+    add_adapters(model, rank=8, alpha=8)
+    step = Step(model, replace(in_chunks("grouped", 230), groups=2))
+    program, profile = step.program(1, 230), profile_of(model, rank=8)
+    found = Walk(program, profile, gradient_bytes=4).run()
+    expected = sum(program.arena_bytes.values()) + INDEX * 2 * 230 + found.bytes
+    assert expected == pytest.approx(measured(step, 1, 230), rel=CLOSE)
+
+
+def test_a_configuration_is_described_as_its_model() -> None:
+    """Layers of each kind come before the last, whose number what is passed on depends on."""
+    types = ["sliding_attention", "full_attention"] * 4
+    fields = {**SIZES, **GEMMA4_E2B, "num_hidden_layers": 8, "layer_types": types}
+    config = {**fields, "model_type": "gemma4_text", "num_kv_shared_layers": 4}
+    found = measure(config, Variant("float32")).spec
+    assert found.carried == describe_config(config, "float32").carried == 8 * 6 + 4 * (12 + 16)
 
 
 @pytest.mark.usefixtures("float64_throughout")

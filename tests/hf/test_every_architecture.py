@@ -129,7 +129,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 # They need packages or weights that are not here, or parts of other models.
 UNTRIED = {
     "gemma3n": "its vision tower needs timm; its text model is gemma3n_text",
-    "dots3_note_text": "attends to the tokens that an indexer chooses",
     "dots3_note": "its parts must be larger; its text model is dots3_note_text",
     "musicgen": "is the decoder of an encoder-decoder model",
     "musicgen_melody": "is the decoder of an encoder-decoder model",

@@ -27,10 +27,7 @@ DOCUMENT = (
     "tests/engine/test_documents.py::test_documents_give_what_they_give_alone",
 )
 RECURRENT = ("tests/hf/test_recurrent.py::test_documents_of_a_token",)
-GIVEN = (
-    "tests/hf/test_recurrent.py::"
-    "test_states_that_no_cache_takes_go_on_from_a_chunk_and_not_from_a_document",
-)
+GIVEN = ("tests/hf/test_recurrent.py::test_states_go_on_from_a_chunk_and_not_from_a_document",)
 HOST = "tests/train/test_optimizer_host.py::"
 FIELDS = "tests/field/test_records.py::"
 BEGUN = "tests/train/test_origin.py::"
@@ -246,6 +243,20 @@ STATES = (
         'attributes={"recurrent_states": states.get_recurrent_state(0)}',
         'attributes={"recurrent_states": None}',
         tuple(f"{test}[recurrent_gemma]" for test in GIVEN),
+    ),
+    Fault(
+        "recurrence: a mixer beside attention begins with zeros",
+        "        if isinstance(x, RecurrentStates):\n            return states",
+        "        if isinstance(x, RecurrentStates):\n"
+        "            return RecurrentStates(after=states.after)",
+        tuple(f"{test}[falcon_h1]" for test in GIVEN),
+    ),
+    Fault(
+        "recurrence: a mixer beside attention sees all documents of a chunk",
+        "return run_mixer(mixer, (arguments, keywords), piece.rows, tokens, states)",
+        "tokens = slice(0, tokens.stop); return run_mixer(mixer, (arguments, keywords), "
+        "piece.rows, tokens, states)[:, piece.start - piece.stop :]",
+        tuple(f"{test}[falcon_h1]" for test in GIVEN),
     ),
     Fault(
         "recurrence: the gradient of a state twice",

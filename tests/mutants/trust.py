@@ -375,6 +375,36 @@ TRUST = (
         ("tests/data/test_pairs.py",),
     ),
     Fault(
+        "evaluate: replicas read the same documents",
+        "index = min(begin + world.replica, count - 1)",
+        "index = begin",
+        ("tests/cli/test_evaluate.py::test_ranks_print_what_one_prints",),
+    ),
+    Fault(
+        "losses: KTO's prompts keep their own answers",
+        "said = [first[:, :room], *(both[:, span] for span in own[:-1])]",
+        "said = [both[:, span] for span in own]",
+        ("tests/data/test_pairs.py::test_mismatched_answers_follow_other_prompts",),
+    ),
+    Fault(
+        "losses: KTO's answers come from the sequence itself",
+        "corpus.train.batch([first + (index - first - 1) % size])",
+        "corpus.train.batch([first + (index - first) % size])",
+        ("tests/train/test_kto.py::test_a_run_has_trl_s_numbers",),
+    ),
+    Fault(
+        "losses: KTO's divergence is compared with that of the first update",
+        'number = 0 if part == "held_out" else self._update_of(micros)',
+        "number = 0",
+        ("tests/train/test_kto.py::test_references_are_the_same_numbers",),
+    ),
+    Fault(
+        "losses: KTO's rewards are averaged over one replica's answers",
+        "good = self.batches.over_replicas(good)",
+        "good += 0",
+        ("tests/train/test_kto.py::test_an_update_is_one_batch_however_it_is_cut",),
+    ),
+    Fault(
         "losses: adapters are part of the reference",
         "layer._disable_adapters = True",
         "layer._disable_adapters = False",

@@ -20,7 +20,7 @@ the accumulate dtype (`Tiled`).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,9 +51,11 @@ def reference(
     sinks: Tensor | None = None,
     document_ids: Tensor | None = None,
     chunked: bool = False,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Return the output [B, H, S, Dv] of exact causal attention, computed in plain PyTorch from q
-    [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv] and document ids [B, S]."""
+    [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv] and document ids [B, S]. A query sees only the
+    tokens `chosen` for it, [B, S, n], if these are given."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = scale * q @ k.mT
     if softcap is not None:
@@ -65,10 +67,15 @@ def reference(
         document_ids = _pieces(document_ids, torch.arange(tokens, device=q.device), window)
     if document_ids is not None:
         visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    if chosen is not None:
+        seen = visible.new_zeros(len(chosen), tokens, tokens + 1)
+        seen.scatter_(2, chosen.long().clamp(max=tokens), True)  # later tokens in one column more
+        visible = visible & seen[:, None, :, :tokens]
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1)[..., :tokens] @ v
+    # Sinks may be wider than keys, as HY-V4's are, and then so are all scores.
+    return scores.softmax(-1)[..., :tokens].to(v.dtype) @ v
 
 
 def _pieces(document_ids: Tensor | None, tokens: Tensor, window: int) -> Tensor:
@@ -431,6 +438,38 @@ class Padded:
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Directed(BlockKernel):
+    """Attention whose forward and backward are computed by two kernels.
+
+    Exact for any two: every kernel's LSE is the natural logarithm of sum exp of the scaled scores,
+    and every backward takes the out and LSE of the whole softmax, which several kernels may have
+    merged already (`CudaCudnn`). Only FlashAttention-2 and -3 cannot be such two, as PyTorch has
+    one of them at a time.
+    """
+
+    ahead: BlockKernel
+    back: BlockKernel
+
+    @property
+    def softcap(self) -> float | None:
+        return self.ahead.softcap
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        """Divide a block into blocks, each of which both kernels can compute by one call."""
+        return tuple(piece for part in self.ahead.split(block) for piece in self.back.split(part))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.ahead.forward(q, k, v, block, scale)
+
+    def backward(
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> Gradients:
+        return self.back.backward(queries, k, v, block, scale)
+
+
 # -- in plain PyTorch, tile by tile --------------------------------------------------------------
 
 
@@ -443,10 +482,36 @@ def visible(block: Block, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens that each query of a chunk attends to, as an indexer chose them."""
+
+    tokens: Tensor  # [B, C, n] int32
+    first: int  # the chunk's first token
+
+    def hidden(self, block: Block) -> Tensor:
+        """Return a mask, bool [B, Sq, Sk]: True where the key is not chosen for the query."""
+        own = slice(block.q_start - self.first, block.q_stop - self.first)
+        place = self.tokens[block.rows, own].long() - block.k_start
+        # Tokens of other blocks fall into one more column, which is left out.
+        place = place.masked_fill_((place < 0) | (place >= block.keys), block.keys)
+        hidden = place.new_ones(*place.shape[:2], block.keys + 1, dtype=torch.bool)
+        return hidden.scatter_(2, place, False)[..., :-1]
+
+
+@runtime_checkable
+class ChoosingKernel(Protocol):
+    """A kernel that can hide the tokens that an indexer has not chosen."""
+
+    def choosing(self, chosen: Chosen) -> BlockKernel:
+        """Return a kernel whose queries see the chosen tokens only."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tiled(BlockKernel):
     """A kernel in plain PyTorch for cases that no vendor supports.
 
-    These are soft caps, values wider or narrower than keys, fp32 on CUDA, and any other device.
+    These are soft caps, values wider or narrower than keys, tokens that an indexer chooses, fp32 on
+    CUDA, and any other device.
     With a cap, scores become softcap * tanh(scores / softcap). Arithmetic is in the accumulate
     dtype; memory beyond inputs and outputs is a few tiles of B * H * tile**2 elements. The queries
     of the heads that share a key head are stacked, q_BKRD with R = H / Hk * tile rows, so that GQA
@@ -455,6 +520,10 @@ class Tiled(BlockKernel):
 
     softcap: float | None = None
     tile: int = 512
+    chosen: Chosen | None = None
+
+    def choosing(self, chosen: Chosen) -> "Tiled":
+        return replace(self, chosen=chosen)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
@@ -513,6 +582,9 @@ class Tiled(BlockKernel):
             hidden = ~visible(tile, q.device)
             groups = q.shape[1] // k.shape[1]
             scores = scores.masked_fill(hidden.repeat(groups, 1), -torch.inf)
+        if self.chosen is not None:
+            hidden, groups = self.chosen.hidden(tile), q.shape[1] // k.shape[1]
+            scores = scores.masked_fill(hidden.repeat(1, groups, 1)[:, None], -torch.inf)
         return scores, slope
 
 

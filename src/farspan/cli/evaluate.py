@@ -25,20 +25,26 @@ from farspan.data.packing import BestFitLayout, PackedBatch, Packing
 from farspan.data.sources import decode, find_files, read_bytes
 from farspan.data.token_cache import TokenStore
 from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
+from farspan.distributed.context import ParallelContext, broadcast_from_rank0
+from farspan.distributed.run_context import DistributedContext, join_run, launch_env
 from farspan.durable import check_place, refuse_links, write_output
+from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_number, write_tokens
-from farspan.hf.load import add_adapters, load_config, load_model
+from farspan.hf.load import Weights, add_adapters, load_config, load_model
 from farspan.hf.merge import INDEX_FOLDER
 from farspan.hf.quantized import is_quantized_folder
 from farspan.profile.catalog import refuse_absent, split_revision
+from farspan.program.layout import Auto, Given, Parallel, layout_of, packed_layout
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.report.run import ABOUT, read_about
 from farspan.report.tables import lines_table, show
-from farspan.spec import Schedule, UnsupportedError
+from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 from farspan.train.console import LineReporter
+from farspan.train.context import inspect_model
+from farspan.train.observer import Reporter
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.setup import choose_device
 from farspan.train.sparse import selector_for
@@ -48,6 +54,7 @@ app = typer_app()
 
 Tell = Callable[[str, int, int, Progress], None]  # label, index from 0, count, cells
 
+SECONDS = Parallel().timeout  # that ranks wait for each other, without a run
 FIRST = 64  # tokens of the first range of positions; each later range is as long as all before it
 SHOWN = 20  # documents in the terminal; --json has all
 NEEDLE, QUESTION = "\nThe secret word of {} is {}.\n", "\nThe secret word of {} is"
@@ -181,22 +188,21 @@ def evaluate_command(
 ) -> None:
     """Measure loss by position, perplexity by document, and recall of hidden sentences."""
     check_place(picture, "picture")
-    files = dict.fromkeys(path for text in texts for path in find_files(text, "--text"))
     subject = subject_of(model, dtype, tokenizer, trusted=trusted)
     context = subject.context if context_text is None else read_tokens(context_text, "context")
     if context < 2:
         raise UnsupportedError(f"context: expected at least 2 tokens, got {context}")
-    named = [(str(path), decode(read_bytes(path), path, line=1)) for path in files]
-    step = subject.step(choose_device(device), strategy_name, context)
-    watcher = LineReporter(Console(stderr=True))
-
-    def tell(what: str, index: int, count: int, done: Progress) -> None:
-        share = (index + done.work_done / done.work) / count
-        watcher.evaluating(share, done, f"{what} {index + 1}/{count}")
-
-    with torch.no_grad():
-        words = load_tokenizer(subject.tokenizer)
-        found = replace(evaluate_text(step, words, named, context, needles, tell), model=model)
+    asked = {"model": model, "context": context, "needles": needles, "strategy": strategy_name}
+    asked |= {"device": device, "dtype": str(subject.dtype), "tokenizer": subject.tokenizer}
+    seconds = subject.parallel.timeout if isinstance(subject.parallel, Parallel) else SECONDS
+    with join_run(launch_env(), choose_device(device), asked, seconds) as world, torch.no_grad():
+        named = world.run_on_rank0(partial(_read_texts, texts), "reading the texts")
+        step = subject.step(world, strategy_name, context)
+        words, tell = load_tokenizer(subject.tokenizer), _teller(world)
+        found = evaluate_text(step, words, named, context, needles, tell, world)
+    found = replace(found, model=model)
+    if not world.is_rank0:
+        return
     if picture is not None:
         write_output(picture, draw(found.ranges), "picture")
     if as_json:
@@ -205,6 +211,23 @@ def evaluate_command(
         show_evaluation(found)
     if picture is not None:
         print(f"loss by position: {picture}", file=sys.stderr)
+
+
+def _read_texts(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the name and the text of each file that `--text` gives."""
+    files = dict.fromkeys(path for text in texts for path in find_files(text, "--text"))
+    return [(str(path), decode(read_bytes(path), path, line=1)) for path in files]
+
+
+def _teller(world: DistributedContext) -> Tell:
+    """Return a function that shows the progress, on rank 0 alone."""
+    watcher = LineReporter(Console(stderr=True)) if world.is_rank0 else Reporter()
+
+    def tell(what: str, index: int, count: int, done: Progress) -> None:
+        share = (index + done.work_done / done.work) / count
+        watcher.evaluating(share, done, f"{what} {index + 1}/{count}")
+
+    return tell
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -221,37 +244,74 @@ class Subject:
     schedule: Schedule | None  # of the run
     attention: SparseConfig | None  # of the schedule, if sparse
     context: int
+    parallel: Given = Auto.AUTO  # how ranks share a sequence
 
-    def model(self, device: torch.device) -> Any:
+    def model(self, device: torch.device, weights: Weights = Weights.SAVED) -> Any:
         """Return the model with its adapters, in evaluation mode."""
         source = self.source
         model: Any = load_model(
             **source.origin(),
             dtype=self.dtype,
             device=device,
+            weights=weights,
             nf4=source.quantize is not None,
         )
         if source.lora is not None:
             lora = source.lora
             add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets)
-        if self.adapters is not None:
+        if self.adapters is not None and weights is Weights.SAVED:
             asked = RunConfig(model=source, data=DataConfig())
             copy_adapters(Path(self.adapters), model, asked)
         model.config.get_text_config().output_router_logits = False  # documents' own losses
         return model.eval()
 
-    def step(self, device: torch.device, name: str | None, context: int) -> Step:
+    def step(self, world: DistributedContext, name: str | None, context: int) -> Step:
         """Return a `farspan.Step` of the model with strategy `name`; without a name, with the run's
-        schedule or, if there is no run, with strategy `grouped`."""
-        model = self.model(device)
-        if name == AUTO:
-            return Step(model, AUTO)
+        schedule or, if there is no run, with strategy `grouped`. Ranks share a sequence as in the
+        run, or by heads and shards of keys."""
+        model = self._loaded(world)
         layers = model.config.get_text_config().num_hidden_layers
         schedule = self.schedule
         if name is not None or schedule is None:
-            schedule = strategy(name or GROUPED, layers, context)
+            schedule = strategy(GROUPED if name in (None, AUTO) else name, layers, context)
+        if name != AUTO:
+            model.requires_grad_(False)
+        ranks = self._over_ranks(world, model, schedule)
+        if name == AUTO:
+            return Step(model, AUTO, ranks=ranks)
         selector = selector_for(self.attention, schedule, context)
-        return Step(model.requires_grad_(False), schedule, device=device, selector=selector)
+        return Step(model, schedule, device=world.device, selector=selector, ranks=ranks)
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.source.quantize is not None or is_quantized_folder(self.source.path)
+
+    def _loaded(self, world: DistributedContext) -> Any:
+        """Return the model, on rank 0 alone with its weights; each rank loads quantised ones."""
+        if world.size == 1 or self._is_packed:
+            return self.model(world.device)
+        cpu, found = torch.device("cpu"), list[Any]()
+        world.run_on_rank0(lambda: found.append(self.model(cpu)), "loading the model")
+        return found[0] if found else self.model(cpu, Weights.NONE)
+
+    def _over_ranks(
+        self, world: DistributedContext, model: Any, schedule: Schedule
+    ) -> ParallelContext | ShardedModel | None:
+        """Lay out the ranks, and give each its weights. Returns None for a single process."""
+        if world.size == 1:
+            return None
+        dtype = str(self.dtype).removeprefix("torch.")
+        look = partial(inspect_model, model, dtype, world.device)
+        describe = partial(world.run_on_rank0, lambda: look().model)
+        layout = layout_of(self.parallel, world.size, describe)
+        world.set_layout(packed_layout(self.parallel, layout) if self._is_packed else layout)
+        ranks, layout = world.ranks, world.layout
+        assert ranks is not None, "several processes have a layout"
+        if layout.cuts_weights() or layout.tensor > 1 or layout.pipeline > 1:
+            return parallelize(model, schedule, ranks)
+        home = torch.device("cpu") if schedule.weights is Tier.HOST else world.device
+        broadcast_from_rank0(ranks, model, home)
+        return ranks
 
 
 def subject_of(
@@ -265,6 +325,7 @@ def subject_of(
     """
     path, revision = split_revision(model)
     folder, schedule, run = Path(path).expanduser(), None, None
+    parallel: Given = Auto.AUTO
     source = ModelConfig(path=path, revision=revision)
     if (folder / "config.yaml").is_file():
         refuse_links(folder)
@@ -273,6 +334,7 @@ def subject_of(
             raise UnsupportedError(
                 f"{folder}: this run has no model yet; let the run end, or give another folder"
             )
+        parallel = run.parallel or parallel
         source = replace(run.model, path=str(folder / "model"), config=None, lora=None)
         if run.model.lora is None:  # the exported config includes them
             source = replace(source, overrides={})
@@ -292,7 +354,9 @@ def subject_of(
     attention = None if run is None else run.sparse
     if attention is not None and attention.index is not None:  # the exported model has a copy
         attention = replace(attention, index=str(folder / "model" / INDEX_FOLDER))
-    return Subject(source, getattr(torch, computed), adapters, words, schedule, attention, context)
+    return Subject(
+        source, getattr(torch, computed), adapters, words, schedule, attention, context, parallel
+    )
 
 
 def product_dtype(source: ModelConfig, dtype: str) -> str:
@@ -309,17 +373,20 @@ def evaluate_text(
     context: int,
     needles: int,
     tell: Tell = lambda *_: None,
+    world: DistributedContext | None = None,
 ) -> TextEvaluation:
     """Evaluate documents, given as (name, text), each up to `context` tokens. After each cell
     `tell` is called with a label, the index of the current sequence or needle (from 0), their
-    number, and the model's progress. Raises UnsupportedError if there is no token to predict."""
+    number, and the model's progress. The replicas of `world` share the documents. Raises
+    UnsupportedError if there is no token to predict."""
     rows = tokenizer.encode([text for _, text in texts])
     cut = sum(len(row) > context for row in rows)
     rows = [row[:context] for row in rows]
     named = [(name, row) for (name, _), row in zip(texts, rows, strict=True) if len(row) > 1]
     if not named:
         raise UnsupportedError("--text: no document has two tokens; give longer documents")
-    losses = dict(_document_losses(step, named, context, tell))
+    world = world or DistributedContext(step.stages.device)
+    losses = dict(_document_losses(step, named, context, tell, world))
     reads = [_read(name, losses[name]) for name, _ in named]
     return TextEvaluation(
         model="",
@@ -339,9 +406,14 @@ def _read(name: str, losses: np.ndarray) -> Read:
 
 
 def _document_losses(
-    step: Step, named: Sequence[tuple[str, np.ndarray]], context: int, tell: Tell
+    step: Step,
+    named: Sequence[tuple[str, np.ndarray]],
+    context: int,
+    tell: Tell,
+    world: DistributedContext,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each document's name, and the losses (float64) of all its tokens but the first."""
+    """Yield each document's name, and the losses (float64) of all its tokens but the first. All
+    replicas make as many calls: at the end some repeat the last sequence."""
     starts = np.cumsum([0, *(len(row) for _, row in named)])
     numbers = np.stack([np.arange(len(named)), np.zeros(len(named))], 1).astype(np.int64)
     store = TokenStore(
@@ -350,10 +422,10 @@ def _document_losses(
     )  # fmt: skip
     packing = Packing(store, BestFitLayout(starts, numbers[:, 0], context, 0), context)
     count = packing.sequences_per_epoch()
-    for index in range(count):
+    for begin in range(0, count, world.replicas):
+        index = min(begin + world.replica, count - 1)
         step.progress = partial(tell, "sequence", index, count)
-        batch = packing.once(index)
-        yield from _batch_losses(step, batch)
+        yield from world.gather_replicas([*_batch_losses(step, packing.once(index))])
 
 
 def _batch_losses(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]]:

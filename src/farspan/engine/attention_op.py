@@ -10,14 +10,14 @@ lse [B, H, C].
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.backends import BlockKernel
+from farspan.attention.backends import BlockKernel, ChoosingKernel, Chosen
 from farspan.attention.chunk import AttentionCall, attend, attend_backward
 from farspan.attention.far import FarAttention, FarRun
 from farspan.distributed.context import ParallelContext
@@ -39,6 +39,7 @@ from farspan.engine.ulysses import (
     OverlappedUlysses,
     Ulysses,
 )
+from farspan.hf.indexer import IndexerCall
 from farspan.program.attention_blocks import (
     Block,
     Held,
@@ -50,12 +51,27 @@ from farspan.program.attention_blocks import (
 )
 from farspan.program.layout import Range, Rank, Share, among_heads, share_of
 from farspan.program.program import AttentionMode, Backward, Forward, Program
+from farspan.program.residency import INDEX
 from farspan.program.work import Piece, parts_of, pieces_of
 from farspan.spec import LayerSpec, Tier, UnsupportedError
 
 Rows = dict[str, Tensor]
 
 QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to another rank's keys
+
+
+@dataclass(frozen=True, slots=True)
+class IndexKeys:
+    """Index keys of a chunk's prefix, and the chunk's place in its sequences."""
+
+    chosen: int  # tokens that a query sees; 0: all
+    first: int  # the chunk's first token
+    tokens: int  # of a whole sequence
+    begins: Tensor | None  # first token of each query's document, [B, C]; None: 0
+
+    def keys(self, prefix: KVPrefix, own: Tensor) -> Tensor:
+        """Return the index keys of all earlier tokens and the chunk's own, [B, T, D]."""
+        return torch.cat([prefix.index_rows().transpose(0, 1), own], dim=1)
 
 
 class KVWritten(Exception):
@@ -81,7 +97,10 @@ class ChunkAttention:
     graph: bool = False  # a backward will follow
     at_hand: Rows | None = None  # the chunk's K, V if their buffer is on the device
     pieces: tuple[Piece, ...] = ()  # pieces in which heads are exchanged during attention
+    index: IndexKeys | None = None  # of a layer whose queries choose the tokens that they see
     dtype: torch.dtype | None = None  # of K, V and of their gradients
+    # Whether the layer's state, which may need attention's output, is still missing.
+    goes_on: Callable[[], bool] = lambda: False
 
     def __call__(
         self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
@@ -93,8 +112,25 @@ class ChunkAttention:
             )
         if self.mode is AttentionMode.NONE:
             self.write(*((k, v) if self.exchange is None else self.exchange.to_heads(k, v)))
-            raise KVWritten
-        return _Attend.apply(q, k, v, keywords.get("s_aux"), self, self.call(scale))
+            if not self.goes_on():
+                raise KVWritten
+        chosen = keywords["indices"] if self.index is not None and self.index.chosen else None
+        if chosen is not None and not chosen.shape[2]:
+            chosen = None
+        return _Attend.apply(q, k, v, keywords.get("s_aux"), chosen, self, self.call(scale))
+
+    def choose(self, call: IndexerCall) -> Tensor:
+        """Return the tokens that the chunk's queries attend to, [B, C, topk]; [B, C, 0] if these
+        are all tokens, or if no attention is computed."""
+        assert self.index is not None, "the layer has no indexer"
+        own = call.keys()
+        if self.write_kv is not None:
+            self.write_kv[INDEX].copy_(own.transpose(0, 1))
+        computes = self.mode is AttentionMode.COMPUTE or self.graph or call.sizes.passed
+        if not (computes and self.index.chosen):
+            return call.blank(0)
+        keys = self.index.keys(self.key_values, own)
+        return call.choose(keys, self.index.first, self.index.tokens, self.index.begins)
 
     def is_dense(self) -> bool:
         """Return whether this rank has all keys, and attention is not sparse."""
@@ -203,10 +239,12 @@ class _Attend(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        chosen: Tensor | None,
         cell: ChunkAttention,
         call: AttentionCall,
     ) -> Tensor:
-        cell.dtype = k.dtype
+        cell.dtype, ctx.call = k.dtype, call
+        call = _choosing(call, chosen)
         pieces = cell.overlapped() if cell.mode is AttentionMode.COMPUTE else None
         own_sinks = _own_sinks(cell, sinks)
         if pieces is not None:
@@ -235,17 +273,18 @@ class _Attend(torch.autograd.Function):
             else:
                 out, lse = cell.keep(*cell.attend(call, (q, k, v), cell.key_values, own_sinks))
             own = out if cell.exchange is None else cell.exchange.to_tokens(out)[0]
-        ctx.cell, ctx.call = cell, call
+        ctx.cell = cell
         # A kept graph does not save tensors that buffers hold: K, V always, O and LSE if kept.
         keys = (None, None) if cell.kept else (k, v)
         output = (None, None) if cell.kept and cell.attention is not None else (out, lse)
-        ctx.save_for_backward(q, sinks, *keys, *output)
+        ctx.save_for_backward(q, sinks, chosen, *keys, *output)
         return own.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, sinks, k, v, out, lse = ctx.saved_tensors
+        q, sinks, chosen, k, v, out, lse = ctx.saved_tensors
         cell: ChunkAttention = ctx.cell
+        call = _choosing(ctx.call, chosen)
         if k is None:
             assert cell.own_kv is not None
             k, v = (cell.own_kv[name].permute(1, 2, 0, 3).contiguous() for name in ("k", "v"))
@@ -259,7 +298,7 @@ class _Attend(torch.autograd.Function):
                 dout: Tensor, of_keys: OfKeys, attended: Attended, keys: KVHeads, heads: slice
             ) -> AttentionGradients:
                 own = _of(own_sinks, heads)
-                return cell.attend_backward(ctx.call, dout, of_keys, attended, keys, own)
+                return cell.attend_backward(call, dout, of_keys, attended, keys, own)
 
             dq, dk, dv, dsinks = pieces.backward(
                 attend_heads_backward, dout, of_keys, (out, lse), cell.with_later
@@ -268,7 +307,7 @@ class _Attend(torch.autograd.Function):
             if exchange is not None:
                 (dout,) = exchange.to_heads(dout)
             dq, dk, dv, dsinks = cell.attend_backward(
-                ctx.call, dout, of_keys, (out, lse), cell.key_values, own_sinks
+                call, dout, of_keys, (out, lse), cell.key_values, own_sinks
             )
             dk, dv = cell.with_later(dk, dv, slice(None))
             dq = dq.to(q.dtype)
@@ -278,7 +317,14 @@ class _Attend(torch.autograd.Function):
         if dsinks is not None and sinks is not None:
             dsinks = dsinks.to(sinks.dtype)
             dsinks = dsinks if exchange is None else exchange.of_all_heads(dsinks, sinks)
-        return dq, dk, dv, dsinks, None, None
+        return dq, dk, dv, dsinks, None, None, None
+
+
+def _choosing(call: AttentionCall, chosen: Tensor | None) -> AttentionCall:
+    if chosen is None:
+        return call
+    assert isinstance(call.kernel, ChoosingKernel), call.kernel
+    return replace(call, kernel=call.kernel.choosing(Chosen(chosen, call.q_start)))
 
 
 def _own_sinks(cell: ChunkAttention, sinks: Tensor | None) -> Tensor | None:
@@ -325,10 +371,14 @@ class AttentionContext:
             far=None if self.far is None else self.far.cell(i),
             graph=i.graph,
         )
+        if (spec := self.program.model.layers[i.layer]).indexer is not None:
+            start, stop = self.program.chunks[i.chunk]
+            tokens, begins = self.program.run.tokens, self.documents(i.chunk)
+            cell.index = IndexKeys(spec.chosen(stop), start, tokens, begins)
         if self.shares:
             self._share_cell(i, cell)
         if i.mode is AttentionMode.COMPUTE:
-            self._fetch(cell, i.layer, i.chunk)
+            self.fetch(cell, i.layer, i.chunk)
             if cell.far is not None:
                 cell.far.begin(cell.key_values)
         return cell
@@ -336,7 +386,7 @@ class AttentionContext:
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
         """Give a cell its backward's buffers; start fetching earlier K, V and gradient sums."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
-        self._fetch(cell, i.layer, i.chunk)
+        self.fetch(cell, i.layer, i.chunk)
         if cell.far is not None:
             cell.far.begin_backward(i, cell.key_values)
         cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
@@ -344,7 +394,16 @@ class AttentionContext:
             cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
             cell.attention = self._rows(i.attention, i.chunk, i.layer)
 
-    def _fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
+    def again(self, i: Backward, cell: ChunkAttention) -> None:
+        """Prepare a cell whose forward runs again for its backward."""
+        cell.attention = self._rows(i.attention, i.chunk, i.layer)
+        cell.mode = AttentionMode.COMPUTE if cell.attention is None else AttentionMode.GIVEN
+        cell.key_values = self._prefix(i.layer, i.chunk, i.prefix)
+        cell.kept, cell.graph = False, True
+        if cell.mode is AttentionMode.COMPUTE:
+            self.fetch(cell, i.layer, i.chunk)
+
+    def fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
         """Start fetching the keys of earlier chunks, if these are on the host."""
         if cell.key_values.on_host(cell.key_values.keys_in):
             blocks = self.blocks_of(layer, chunk, self._ring_index())

@@ -32,7 +32,7 @@ from farspan.program import buffer_names as names
 from farspan.program.attention_blocks import Block, overlapping
 from farspan.program.dependencies import Hazard, Lane
 from farspan.program.program import Buffer, Program, Region, aligned, cell_place, regions, rows_of
-from farspan.program.residency import RESIDENCY, Kind
+from farspan.program.residency import INDEX, RESIDENCY, Kind
 from farspan.spec import Tier
 
 
@@ -261,6 +261,20 @@ class KVPrefix:
         """Return views of K [T, B, Hk, D] and V [T, B, Hk, Dv] of all T earlier tokens."""
         rows = self.storage.rows(self.keys_in, (0, self.before), self.layer)
         return rows["k"], rows["v"]
+
+    def index_rows(self) -> Tensor:
+        """Return the index keys [T, B, D] of all T earlier tokens: a view, or a copy if they are on
+        the host."""
+        storage, span = self.storage, (0, self.before)
+        rows = storage.rows(self.keys_in, span, self.layer)[INDEX]
+        if not self.on_host(self.keys_in):
+            return rows
+        copies = storage.copies
+        here = torch.empty(rows.shape, dtype=rows.dtype, device=copies.device)
+        copies.wait(Lane.FETCH, copies.record(Lane.COMPUTE), Hazard.STILL_READ)
+        copies.fetch(here, rows)
+        copies.wait(Lane.COMPUTE, copies.record(Lane.FETCH), Hazard.NOT_ARRIVED)
+        return here
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
         """Add dK [T, B, Hk, D] and dV [T, B, Hk, Dv] of all T earlier tokens to the sums."""

@@ -38,7 +38,7 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
 from farspan.hf.dropout import Draws, TokenRange
-from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Cell, Order
@@ -423,7 +423,8 @@ class Interpreter:
     def _forward(self, i: Forward) -> None:
         now = self.registers
         hidden = now.hidden[i.layer] if i.hold else now.hidden.pop(i.layer)
-        if self.program.model.layers[i.layer].query_heads == 0:
+        spec = self.program.model.layers[i.layer]
+        if spec.state or not spec.attends():
             self._forward_recurrent(i, hidden)
             return
         self._stand_at(i.chunk)
@@ -432,14 +433,18 @@ class Interpreter:
         layer, call = self.layers.of(i), self._call(i.layer, i.chunk)
         saved = self._saved(i, hidden, cell) if i.kept else None
         try:
-            with torch.set_grad_enabled(i.graph), answering(cell):
+            with torch.set_grad_enabled(i.graph), answering(cell, cell.choose):
                 entered, graph_input = enter(hidden) if i.graph else (hidden, None)
                 with nullcontext() if saved is None else saved.hooks():
-                    out = run_layer(layer, entered, call)
+                    if call.carry is None:
+                        out = layer(entered, *call.arguments, **call.keywords)
+                    else:
+                        out = call.carry.run(layer, entered, call.keywords)
         except KVWritten:
             return
         if i.drops:
             return
+        out = out[0] if isinstance(out, tuple) else out
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if graph_input is not None:
             if saved is not None:
@@ -452,7 +457,8 @@ class Interpreter:
 
     def _forward_recurrent(self, i: Forward, hidden: Tensor) -> None:
         now = self.registers
-        cell = self.recurrent.cell(i)
+        held = now.held.pop(i.layer, None) if i.mode is AttentionMode.HELD else None
+        cell = self.recurrent.cell(i, held)
         again = i.kept and cell.is_cut()
         if i.graph and not again:
             self._build_recurrent(i, cell, hidden)
@@ -462,6 +468,10 @@ class Interpreter:
         if again:
             self._keep_input(i, cell, hidden)
         self.recurrent.leave(i, cell)
+        if i.hold and cell.attention is not None:
+            assert cell.attention.held is not None
+            now.held[i.layer] = cell.attention.held
+        cell.seal()
         if i.kept and now.graphs[i.layer, i.chunk][1] is None:
             cell.forget()
         if i.drops or i.mode is AttentionMode.NONE:
@@ -518,13 +528,16 @@ class Interpreter:
 
     def _backward_recurrent(self, i: Backward, cell: RecurrentCell, graph: Graph | None) -> None:
         now = self.registers
-        coming = self.recurrent.begin_backward(i)
+        attention = cell.attention
+        coming = None if attention else self.recurrent.begin_backward(i)
         if graph is None:
             assert i.activations is not None
             now.hidden.pop(i.layer, None)
             hidden = self._as_input(self.storage.cell(i.activations, i.chunk), i.chunk)
             graph, _ = build_graph(self.recurrent.again(i, cell), hidden)
             cell.seal()
+        if attention is not None:
+            self.attention.begin_backward(i, attention)
         self._restore(i, cell, graph)
         left, gradients = self.recurrent.given(i, cell)
         parameters = self._trained(i.layer)
@@ -536,7 +549,8 @@ class Interpreter:
             graph_inputs=cell.graph_inputs,
         )
         self.gradients.add(parameters, found)
-        self.recurrent.add(coming, i, cell)
+        # Blocks of keys come one after another: those of the state after those of attention.
+        self.recurrent.add(coming or self.recurrent.begin_backward(i), i, cell)
 
     def _trained(self, layer: int) -> list[nn.Parameter]:
         return [p for p in self.stages.layers[layer].parameters() if p.requires_grad]
@@ -563,16 +577,17 @@ class Interpreter:
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
-        if isinstance(cell, ChunkAttention) and cell.attention is not None:
-            named["out"] = cell.attention["out"]
+        attention = cell.attention if isinstance(cell, RecurrentCell) else cell
+        if attention is not None and attention.attention is not None:
+            named["out"] = attention.attention["out"]
         return named
 
     def _call(self, layer: int, chunk: int) -> LayerCall:
         now = self.registers
         if now.calls[0] != chunk:
             with torch.no_grad():
-                batch, positions = self.program.run.batch, self._positions(chunk)
-                now.calls = chunk, self.stages.calls(batch, positions)
+                ids, positions = self.inputs.input_ids, self._positions(chunk)
+                now.calls = chunk, self.stages.calls_for(ids[:, self._span(chunk)], positions)
         return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:

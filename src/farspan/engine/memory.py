@@ -15,6 +15,7 @@ from farspan.distributed.fsdp import gradient_dtype, local
 from farspan.engine.runner import ADVICE
 from farspan.engine.step import Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
+from farspan.hf.indexer import indexed_parameters
 from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import UncompiledMode, uncompiled
 from farspan.host import GIB, UNLIMITED
@@ -243,7 +244,8 @@ def least_transient(program: Program) -> int:
 def _static(step: Step, program: Program) -> MemoryEstimate:
     # Counts this rank's shards of a sharded model; layers of other stages are on meta.
     parameters = {id(p): p for p in step.stages.model.parameters() if not p.is_meta}.values()
-    trained = [p for p in parameters if p.requires_grad]
+    without = indexed_parameters(step.stages.model)
+    trained = [p for p in parameters if p.requires_grad and id(p) not in without]
     found = MemoryEstimate(
         device_arena=program.arena_bytes[Tier.DEVICE],
         host_arena=program.arena_bytes[Tier.HOST],
@@ -274,12 +276,14 @@ def _accumulators(step: Step, program: Program) -> int:
     """Return the bytes of fp32 gradient sums, for the widest group and parameters outside the
     layers. The sums exist if gradients are narrower than fp32 or are added over ranks."""
     sharded_model, layers = step.sharded_model, step.stages.layers
+    without = indexed_parameters(step.stages.model)
 
     def size(parameters: Iterable[nn.Parameter]) -> int:
         return sum(
             p.numel() * accumulate_dtype(p.dtype).itemsize
             for p in parameters
             if p.requires_grad
+            and id(p) not in without
             and (sharded_model is not None or gradient_dtype(p) != accumulate_dtype(p.dtype))
         )
 

@@ -46,6 +46,7 @@ from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
 from farspan.hf.dropout import Draws, drawing
 from farspan.hf.fused_layers import fuse, gate_forward
+from farspan.hf.indexer import trained_parameters
 from farspan.hf.quantized import linear_widths, plain_linears, shape_of
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
@@ -199,7 +200,7 @@ class _Way:
 def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) -> _Run:
     tokens, *tile = length
     stages, program = measured.stages, measured.program(tokens, kept=way.kept)
-    parameters = [p for p in stages.layers[layer].parameters() if p.requires_grad]
+    parameters = trained_parameters(stages.layers[layer])
     _set_sums(parameters, exist=not way.fresh)
     meter = Meter()
     tape, passes = CellTape(meter), list[CellPass]()
@@ -318,7 +319,8 @@ def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> Mode
 
 
 def _on_stand_ins(config: Mapping[str, Any], variant: Variant, name: str) -> ModelSpec:
-    return replace(describe_config(config, variant.dtype, variant.rank or 0), name=name)
+    rank, remakes = variant.rank or 0, variant.remakes
+    return replace(describe_config(config, variant.dtype, rank, remakes=remakes), name=name)
 
 
 def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelProfile:
@@ -329,7 +331,8 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
             kinds = whole.kinds()
         # One layer of each kind is enough: the first layers that include every kind are built.
         last = max(kinds.index(kind) for kind in set(kinds))
-        stages = _first_layers(config, last + 1, dtype, rank) or whole
+        short = not whole.carries  # else the number of layers decides what each passes on
+        stages = (_first_layers(config, last + 1, dtype, rank) if short else None) or whole
         with routed(stages.model):
             alike = _pattern(stages.kinds()) == _pattern(kinds[: len(stages.layers)])
         stages = stages if alike else whole
@@ -363,7 +366,8 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
                 found = _measure(stages, variant)
         except (UnsupportedError, NotImplementedError, RuntimeError):
             stood_in = copy.deepcopy(blank)
-            return estimated(replace(describe_shapes(stood_in), name=name), variant.rank)
+            spec = describe_shapes(stood_in, remakes=variant.remakes)
+            return estimated(replace(spec, name=name), variant.rank)
         return replace(found, spec=replace(found.spec, name=name))
 
     def made(variant: Variant) -> ModelProfile:
@@ -407,16 +411,15 @@ def _of_whole(
         name=name,
         layers=tuple(profile.spec.layers[kinds.index(kind)] for kind in kinds),
         parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(whole.model)),
     )
     return replace(profile, spec=spec, kind_of=kind_of)
 
 
 def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
     linears = AccumulatingLinears(adds=variant.adds)
-    if variant.fused or variant.adds:
-        first = (linears.forward_of,) * variant.adds
-        fuse(stages, Kernels(fused=variant.fused), META, *first, linears=linears)
+    kernels = Kernels(fused=variant.fused, remake=variant.remakes)
+    fuse(stages, kernels, META, *(linears.forward_of,) * variant.adds, linears=linears)
     spec = describe_unproven(stages)
     # Profiles do not depend on windows, which kernels apply; the extra layer keeps a graph
     # elsewhere than in the last group.
@@ -476,15 +479,20 @@ def _kind(measured: _Subject, layer: int, variant: Variant) -> tuple[KindProfile
     attended = row_bytes(Kind.ATTENTION, spec, spec.layers[layer], 1)
     cells: dict[str, CellLines] = {}
     plain: list[_Run] = []
+    whole: list[_Run] = []
     for way in _ways(measured, layer, variant):
         runs = [_run_cell(measured, layer, length, way) for length in way.lengths()]
         cells[way.name()] = _Fit(way.lengths(), runs, attended).lines(kept=way.kept)
         if way.graph and not plain:
             plain = runs
-    weights = tuple(p.numel() for p in stages.layers[layer].parameters() if p.requires_grad)
+        if way.kept and not whole:
+            whole = runs
+    weights = tuple(p.numel() for p in trained_parameters(stages.layers[layer]))
     first = measured.heads_first.pop() if measured.heads_first else False
     measured.heads_first.clear()
     work = _work(measured, layer, plain, variant)
+    remade = _backward_traffic(whole) - _backward_traffic(plain)
+    work = replace(work, remade_traffic=max(0, remade))
     return KindProfile(weights, first, cells), work
 
 
@@ -497,17 +505,22 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant
     before = sum(rows // tokens for _, _, rows in counts.products[: counts.before])
     lengths = _Way().lengths()
     forward = line_of(lengths, [run.forward.counts.traffic for run in runs])
-    backward = line_of(lengths, [run.backward.counts.traffic for run in runs if run.backward])
     return LayerWork(
         parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(measured.stages.layers[layer])),
         products=tuple(products),
         projections=before,
         feed_forward=max(0, len(products) - before - (3 if variant.rank else 1)),
         skippable=_is_skippable(measured, layer),
         forward_traffic=int(forward[1]),
-        backward_traffic=int(backward[1]),
+        backward_traffic=_backward_traffic(runs),
     )
+
+
+def _backward_traffic(runs: Sequence[_Run]) -> int:
+    """Return the bytes that a backward's operations other than products move per token."""
+    of = [run.backward.counts.traffic for run in runs if run.backward]
+    return int(line_of(_Way().lengths(), of)[1])
 
 
 # -- outside the layers -------------------------------------------------------------------------
@@ -569,9 +582,9 @@ class _Outside:
         return found[0]
 
     def _tables(self, tokens: int) -> CellPass:
-        meter, positions = Meter(), torch.zeros(1, tokens, dtype=torch.long, device=META)
+        meter, zeros = Meter(), torch.zeros(1, tokens, dtype=torch.long, device=META)
         with self.measured.recording(meter):
-            calls = self.measured.stages.calls(1, positions)
+            calls = self.measured.stages.calls_for(zeros, zeros)
         del calls
         return CellTape(meter).read()
 

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.backends import BackwardQueries, BlockKernel, CpuFlash, Gradients, Padded
+from farspan.attention.backends import (
+    BackwardQueries,
+    BlockKernel,
+    Chosen,
+    CpuFlash,
+    Gradients,
+    Padded,
+)
 from farspan.engine.attention_op import AttentionContext, ChunkAttention
 from farspan.engine.buffers import KVPrefix
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator
@@ -20,6 +27,7 @@ from farspan.engine.interpreter import Layers
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.trace import FreeEvent, Malloc, Mark, Recorder
 from farspan.engine.trace_steps import META
+from farspan.hf.indexer import IndexerCall
 from farspan.hf.stages import UncompiledMode
 from farspan.kernels.launch import Launch
 from farspan.profile.model import Line, Peak
@@ -145,6 +153,9 @@ class MarkedKernel:
     def split(self, block: Block) -> tuple[Block, ...]:
         return self.inner.split(block)
 
+    def choosing(self, _: Chosen) -> BlockKernel:
+        return self
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -196,6 +207,11 @@ class MarkedAttention(ChunkAttention):
         out = super().__call__(*arguments, **keywords)
         self.meter.attending = False
         return out
+
+    def choose(self, call: IndexerCall) -> Tensor:
+        """Compute index keys alone: scores depend on the prefix, as attention's memory does."""
+        call.keys()
+        return call.blank(call.sizes.tokens)
 
 
 @dataclass

@@ -1,32 +1,45 @@
-"""Run cells of layers without attention: recurrent layers, whose state passes from chunk to chunk,
-and feed-forward layers.
+"""Run cells of recurrent layers, whose state goes from chunk to chunk, and of feed-forward layers.
 
 A chunk's state is stored where attention layers have K, V of its tokens (program.layout). A cell
 reads the state that the previous chunk left and, except in the last chunk, leaves its own state;
 its backward reads the gradient of the state it left, and adds to that of the state it read.
 Documents that end within a chunk cut it into pieces: only the first piece of a row continues from
-the previous chunk, and only the last passes a state on.
+the previous chunk, and only the last passes a state on. A layer that also attends runs once on its
+chunk, for attention knows documents; the modules in it that leave a state run in pieces.
 
 Shapes. A state is [B, ...] in its own dtype; in a buffer it is stored in the rows [T, B, row] of
 its chunk, from their first element on, in the model's or the accumulate dtype.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from farspan.engine.attention_op import AttentionContext
+from farspan.engine.attention_op import AttentionContext, ChunkAttention, KVWritten
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffers
 from farspan.engine.gradients import GraphInput, RunChunk, enter
+from farspan.hf.attention_interface import answering
 from farspan.hf.dropout import Draws, TokenRange
-from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
+from farspan.hf.recurrent import (
+    RecurrentStates,
+    mixers,
+    run_mixer,
+    run_piece,
+    state_dtype,
+    takes_two,
+    with_states,
+)
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.swap import forwards, put_in
+from farspan.program.dependencies import Hazard, Lane
 from farspan.program.program import AttentionMode, Backward, Forward, Program
 from farspan.spec import LayerSpec, StateTensor, Tier
 
@@ -59,6 +72,7 @@ class RecurrentCell:
     after: Rows = field(default_factory=dict)
     edges: list[GradientEdge] = field(default_factory=list)  # of the tensors in `after`
     draws: Draws | None = None
+    attention: ChunkAttention | None = None  # of a layer that also attends
 
     def is_cut(self) -> bool:
         """Return whether a document ends inside the chunk: saved bytes may then exceed the plan."""
@@ -66,18 +80,62 @@ class RecurrentCell:
 
     def run(self, hidden: Tensor) -> Tensor:
         """Run the layer on its chunk, [B, C, hidden] in and out."""
+        if torch.is_grad_enabled():
+            self._enter()
+        if self.attention is not None:
+            return self._run_attending(hidden, self.attention)
         if self.only_state:
             self._hand_on(hidden)
             return hidden
-        if torch.is_grad_enabled():
-            self._enter()
+        return self._run_pieces(partial(self._run, hidden))
+
+    def _run_attending(self, hidden: Tensor, attention: ChunkAttention) -> Tensor:
+        """Run a layer that also attends; without its output if only K, V and the state count."""
+        self._stand_at_chunk(hidden)
+        call = self.call(self._whole(hidden), hidden.shape[1])
+        call = with_states(call, RecurrentStates(attends=True))
+        others = {mixer: partial(self._mix, hidden, mixer) for mixer in mixers(self.layer)}
+        attention.goes_on = lambda: self.only_state and not self.after
+        own = answering(attention, attention.choose)
+        with own, put_in(forwards(others)), suppress(KVWritten):
+            return run_layer(self.layer, hidden, call)
+        return hidden
+
+    def _mix(self, hidden: Tensor, mixer: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
+        """Run a module that leaves a state on the chunk's pieces."""
+
+        def run(piece: _DocumentPiece, states: RecurrentStates) -> Tensor:
+            self._stand_at(piece, states)
+            tokens = slice(piece.start - self.q_start, piece.stop - self.q_start)
+            return run_mixer(mixer, (arguments, keywords), piece.rows, tokens, states)
+
+        out = self._run_pieces(run)
+        self._stand_at_chunk(hidden)
+        return out
+
+    def _whole(self, hidden: Tensor) -> _DocumentPiece:
+        """Return the whole chunk as one piece, whose positions begin anew with each document."""
+        stop = self.q_start + hidden.shape[1]
+        return _DocumentPiece(slice(0, None), self.q_start, stop, False, True)
+
+    def _stand_at_chunk(self, hidden: Tensor) -> None:
+        self._stand_at(self._whole(hidden), RecurrentStates())
+
+    def _stand_at(self, piece: _DocumentPiece, states: RecurrentStates) -> None:
+        """Let dropout draw for a piece."""
+        if self.draws is not None:
+            tokens = piece.stop - piece.start
+            extra = takes_two(tokens, states.before)
+            self.draws.at(TokenRange(piece.start, tokens + extra, piece.rows.start, extra))
+
+    def _run_pieces(self, run: Callable[[_DocumentPiece, RecurrentStates], Tensor]) -> Tensor:
         outs: list[list[Tensor]] = []
         handed: list[Rows] = []
         for _, pieces in groupby(self.pieces, key=lambda piece: piece.rows.start):
             outs.append([])
             for piece in pieces:
                 states = self._states(piece)
-                outs[-1].append(self._run(hidden, piece, states))
+                outs[-1].append(run(piece, states))
                 if piece.hands_on:
                     handed.append(states.after)
         self.after = {s.name: _joined([x[s.name] for x in handed], 0) for s in self.spec.state}
@@ -102,6 +160,8 @@ class RecurrentCell:
         if any(state.requires_grad for state in self.after.values()):
             self.edges = [get_gradient_edge(self.after[s.name]) for s in self.spec.state]
         self.before, self.after = {}, {}
+        if self.attention is not None:
+            self.attention.write_kv = self.attention.held = None
 
     def forget(self) -> None:
         """Drop the graph's inputs and edges, if the backward will build the graph again."""
@@ -114,10 +174,7 @@ class RecurrentCell:
 
     def _run(self, hidden: Tensor, piece: _DocumentPiece, states: RecurrentStates) -> Tensor:
         tokens = piece.stop - piece.start
-        if self.draws is not None:
-            extra = takes_two(tokens, states.before)
-            at = TokenRange(piece.start, tokens + extra, piece.rows.start, extra)
-            self.draws.at(at)
+        self._stand_at(piece, states)
         x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
         call = self.call(piece, tokens + takes_two(tokens, states.before))
         if not self.spec.state:
@@ -137,10 +194,12 @@ class Recurrent:
     chunk: int = -1
     calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
-    def cell(self, i: Forward) -> RecurrentCell:
-        """Return the cell of a forward, with the state that the previous chunk left in a buffer."""
-        return RecurrentCell(
-            self.program.model.layers[i.layer],
+    def cell(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> RecurrentCell:
+        """Return the cell of a forward, with the state that the previous chunk left in a buffer.
+        For `held` see `AttentionContext.begin`."""
+        spec = self.program.model.layers[i.layer]
+        cell = RecurrentCell(
+            spec,
             self.stages.layers[i.layer],
             list(self._pieces(i.layer, i.chunk)),
             partial(self._call, i),
@@ -149,10 +208,15 @@ class Recurrent:
             i.mode is AttentionMode.NONE,
             draws=self.attention.inputs.place,
         )
+        if spec.attends():
+            cell.attention = self.attention.begin(i, held)
+        return cell
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
         """Return a function that runs a cell's forward again, for its backward."""
         cell.before = self._before(i.layer, i.chunk, i.prefix)
+        if cell.attention is not None:
+            self.attention.again(i, cell.attention)
         return cell.run
 
     def leave(self, i: Forward, cell: RecurrentCell) -> None:
@@ -161,11 +225,14 @@ class Recurrent:
             rows = self.storage.chunk(i.write_kv, i.chunk, i.layer)
             for state in cell.spec.state:
                 _held(rows[state.name], state).copy_(cell.after[state.name].detach())
-        cell.seal()
 
     def begin_backward(self, i: Backward) -> KVPrefix:
         """Start fetching the state that the cell read in its forward, and that state's gradient
         sums."""
+        copies = self.storage.copies
+        if self.program.model.layers[i.layer].attends():
+            # The cell's attention has just added to sums in the same rows.
+            copies.wait(Lane.FETCH, copies.record(Lane.EVICT), Hazard.STILL_LEAVING)
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:

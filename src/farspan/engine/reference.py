@@ -13,6 +13,8 @@ from farspan.attention.backends import accumulate_dtype, reference
 from farspan.attention.far import GivenSelector
 from farspan.engine.loss import IGNORED, StepInputs, make_inputs, shift_labels
 from farspan.hf.attention_interface import answering, attended, routed
+from farspan.hf.indexer import IndexerCall
+from farspan.hf.recurrent import mixers
 from farspan.hf.routers import balance_loss, recorded, routers_of
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import Schedule, Sparse
@@ -73,13 +75,19 @@ def reference_logits(
         own = attend.of(module) if isinstance(attend, OfLayers) else attend
         return attended(own, q, k, v, scale, keywords, document_ids=documents)
 
+    def choose(call: IndexerCall) -> Tensor:
+        positions, tokens = batch.position_ids, call.hidden.shape[1]
+        begins = torch.arange(tokens, device=positions.device) - positions
+        return call.choose(call.keys(), 0, tokens, None if documents is None else begins)
+
     def logits_of(ids: Tensor, positions: Tensor) -> Tensor:
         places = positions + stages.first_position
         return stages.model(input_ids=ids, position_ids=places, use_cache=False).logits
 
-    with routed(stages.model), answering(attention):
+    with routed(stages.model), answering(attention, choose):
         logits = logits_of(input_ids, batch.position_ids)
-        if batch.documents is not None and (calls < len(stages.layers) or any(stages.scales)):
+        passes_on = calls < len(stages.layers) or any(map(mixers, stages.layers))
+        if batch.documents is not None and (passes_on or any(stages.scales)):
             documents = None
             logits = _one_by_one(batch, batch.documents, logits_of)
     return logits.to(accumulate_dtype(logits.dtype))

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from farspan.hf.indexer import Choose, IndexerCall, choose_whole, choosing, is_blank
 from farspan.hf.routers import ADDED, hooks, routers_of
 from farspan.hf.swap import put_in
 from farspan.spec import UnsupportedError
@@ -31,6 +32,7 @@ PROBE = "farspan_probe"  # the same, with masks requested and their windows reco
 Attention = Callable[..., Tensor]
 
 _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=None)
+_chooser: ContextVar[Choose] = ContextVar("farspan_chooser", default=choose_whole)
 
 
 def _outside_layers(module: nn.Module, *_: Any, **__: Any) -> Tensor:
@@ -60,7 +62,7 @@ def _attention(
             "the model's attention is set to 'farspan' outside a farspan step, but works only "
             "inside one; set another with model.set_attn_implementation('sdpa')"
         )
-    if attention_mask is not None:
+    if attention_mask is not None and not is_blank(attention_mask):
         raise RuntimeError("the model built its own attention mask, which farspan cannot use")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     keywords |= _chunked(module)
@@ -141,19 +143,26 @@ def attended(
     window, softcap, sinks = map(keywords.get, ("sliding_window", "softcap", "s_aux"))
     if keywords.get("chunked"):
         further = {**further, "chunked": True}
+    if keywords.get("indices") is not None:
+        further = {**further, "chosen": keywords["indices"]}
     out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
     return out.transpose(1, 2)
 
 
 @contextmanager
-def answering(attention: Attention) -> Iterator[None]:
+def answering(attention: Attention, choose: Choose = choose_whole) -> Iterator[None]:
     """Inside the context, compute attention by `attention` in all models that `routed` has sent to
-    farspan."""
-    token = _active.set(attention)
+    farspan, and the choices of their indexers by `choose`."""
+    tokens = _active.set(attention), _chooser.set(choose)
     try:
         yield
     finally:
-        _active.reset(token)
+        _active.reset(tokens[0])
+        _chooser.reset(tokens[1])
+
+
+def _choose(call: IndexerCall) -> Tensor:
+    return _chooser.get()(call)
 
 
 @contextmanager
@@ -165,6 +174,7 @@ def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
     try:
         with (
             config_field(model, "_attn_implementation_internal", PROBE),
+            put_in(choosing(model, _choose)),
             without_router_loss(model),
         ):
             yield noted
@@ -179,7 +189,7 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
     with (
         answering(_active.get() or _outside_layers),
         config_field(model, "_attn_implementation_internal", NAME),
-        put_in(hooks(model)),
+        put_in((*hooks(model), *choosing(model, _choose))),
         without_router_loss(model),
     ):
         yield

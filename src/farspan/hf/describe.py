@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.dropout import still
+from farspan.hf.fused_layers import fuse
+from farspan.hf.indexer import IndexerCall, trained_parameters
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
@@ -26,7 +28,7 @@ from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.swap import put, replacements
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.program.layout import ALIGNMENT
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, UnsupportedError
+from farspan.spec import Kernels, LayerSpec, LayerWork, ModelSpec, UnsupportedError
 
 SIZES = 4 * TOKENS, 8 * TOKENS  # tokens of cells whose saved tensors are counted
 # Scans round their tokens up to a multiple of 64, or at most 256: one token more than a multiple
@@ -86,9 +88,10 @@ def _described(
         layers=tuple(layers),
         element_bytes=stages.dtype.itemsize,
         parameters=sum(map(elements, parameters)),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
+        embeds=stages.asks_tokens,
     )
 
 
@@ -170,9 +173,14 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
         layer = copied(layer, device)
     named = {"x": hidden}
 
-    def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any) -> Tensor:
-        named["out"] = _QueryOnly.apply(q, k, v)
+    def attention(
+        _: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **keywords: Any
+    ) -> Tensor:
+        named["out"] = _QueryOnly.apply(q, k, v, keywords.get("indices"))
         return named["out"].transpose(1, 2)
+
+    def choose(call: IndexerCall) -> Tensor:
+        return call.blank(call.sizes.tokens)
 
     before = zero_states(measured.spec.state, batch, stages.dtype, device)
     for state in before.values():
@@ -180,10 +188,11 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
 
     def count() -> _SavedByTokens:
         saved = SavedActivations((*layer.parameters(), *layer.buffers()), named)
-        with torch.enable_grad(), answering(attention), saved.hooks():
+        with torch.enable_grad(), answering(attention, choose), saved.hooks():
             hidden.requires_grad_()
             if before:
-                out = run_piece(layer, hidden, call, RecurrentStates(before))
+                states = RecurrentStates(before, attends=measured.spec.attends())
+                out = run_piece(layer, hidden, call, states)
             else:
                 out = run_layer(layer, hidden, call)
         # The graph of `out` kept the saved tensors alive while they were counted.
@@ -201,17 +210,18 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
 
 
 class _QueryOnly(torch.autograd.Function):
-    """Stand-in for attention that saves only q, as in a cell, whose buffers hold the output."""
+    """Stand-in for attention that saves only q and the chosen tokens, as in a cell, whose buffers
+    hold the output."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, chosen)
         batch, heads, tokens, _ = q.shape
         # In the memory layout of a cell's output, which some families view.
         return (q.new_ones(batch, tokens, heads, v.shape[3]) + 0 * k.sum()).transpose(1, 2)
 
     @staticmethod
-    def backward(_: Any, __: Tensor) -> tuple[None, None, None]:
+    def backward(_: Any, __: Tensor) -> tuple[None, None, None, None]:
         raise AssertionError("the probe is never differentiated")
 
 
@@ -244,7 +254,7 @@ def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWor
     products += [(w.shape[1], w.shape[2]) for w in stacked for _ in range(active)]
     return LayerWork(
         parameters=sum(map(elements, weights)),
-        trainable=sum(w.numel() for w in weights if w.requires_grad),
+        trainable=sum(w.numel() for w in trained_parameters(layer)),
         products=tuple(products),
         projections=min(PROJECTIONS, len(products)),
         forward_traffic=saved,
@@ -258,12 +268,15 @@ def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWor
 # -- from a configuration alone -----------------------------------------------------------------
 
 
-def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> ModelSpec:
+def describe_config(
+    fields: Mapping[str, Any], dtype: str, rank: int = 0, *, remakes: bool = True
+) -> ModelSpec:
     """Describe the model of a configuration, the content of a config.json.
 
     Args:
         dtype: Name of a torch dtype.
         rank: Rank of LoRA on every linear module of the layers; 0: none.
+        remakes: Kept cells compute norms' outputs and act(gate) * up again.
 
     Raises:
         UnsupportedError: farspan cannot train the model.
@@ -271,17 +284,18 @@ def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> Mod
     model = blank_model(config_from_fields(fields), getattr(torch, dtype))
     if rank:
         add_adapters(model, rank=rank, alpha=rank)
-    return describe_shapes(model)
+    return describe_shapes(model, remakes=remakes)
 
 
 @torch.no_grad()
-def describe_shapes(model: PreTrainedModel) -> ModelSpec:
+def describe_shapes(model: PreTrainedModel, *, remakes: bool = True) -> ModelSpec:
     """Describe a model with parameters on the meta device, with each layer's work. Zeros replace
     its parameters in place. Exactness in chunks depends on the weights' values and is not checked.
     Raises UnsupportedError if no weights could make the model exact."""
     refuse_dropout(model)
     _stand_in(model)
     stages = CausalLMStages(model)
+    fuse(stages, Kernels(fused=False, remake=remakes), stages.device)
     return with_work(stages, describe_unproven(stages))
 
 

@@ -34,16 +34,17 @@ from farspan.hf.attention_interface import (
     routed,
     watching_masks,
 )
+from farspan.hf.indexer import IndexerCall
 from farspan.hf.quantized import copied
-from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two
+from farspan.hf.recurrent import RecurrentStates, mixers, run_piece, state_spec, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
-from farspan.spec import LayerSpec, UnsupportedError
+from farspan.spec import Indexer, LayerSpec, UnsupportedError
 
 # Keywords of an attention call that do not change the result, or that farspan supports.
 KNOWN = {
     "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
     "output_attentions", "output_router_logits", "output_hidden_states", "cache_position",
-    "past_key_values", "logits_to_keep", "chunked",
+    "past_key_values", "logits_to_keep", "chunked", "indices",
 }  # fmt: skip
 
 
@@ -167,6 +168,8 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
     if stages.first_position:  # no padding: its id is one less
         ids = ids.masked_fill(ids == stages.first_position - 1, stages.first_position)
     hidden = torch.randn(1, TOKENS, stages.width, generator=generator).to(stages.device)
+    if stages.carries and (choice := stages.carries[0].layout.choice):
+        hidden[..., -choice:] = 0  # queries of all layers see the first token
     with uncompiled(), _NoChance():
         with watching_masks(stages.model) as windows:
             whole, calls = _run_whole(stages, ids)
@@ -212,29 +215,32 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
     """Run one layer, and return its attention and the number of its attention calls."""
     dense = ProbeAttention(layer=index)
     hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
-    with answering(dense):
+    with answering(dense, dense.choose):
         stages.run_layer(index, hidden, call)
-    spec = dense.seen.get(index) or _unattending(stages, hidden, index, call)
+    spec = _with_states(stages, hidden, index, call, dense.seen.get(index, UNATTENDING))
     _refuse_hidden_state(stages, index, spec)
     return spec, dense.calls
 
 
-def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
-    """Return the spec of a layer without attention, with the states that the layer passes on."""
-    states = RecurrentStates()
-    run_piece(stages.running[index], hidden, call, states)
-    return replace(UNATTENDING, state=state_spec(states.after))
+def _with_states(
+    stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall, spec: LayerSpec
+) -> LayerSpec:
+    """Return a layer's spec with the states that the layer passes on."""
+    if spec.attends() and not mixers(stages.layers[index]):
+        return spec
+    states = RecurrentStates(attends=spec.attends())
+    with answering(ProbeAttention(layer=index)):
+        run_piece(stages.running[index], hidden, call, states)
+    return replace(spec, state=state_spec(states.after))
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
     """Raise UnsupportedError for a convolution without state in `spec`: chunks would cut it."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
-        attends = "attends; expected one or the other in a layer"
-        hides = "hands no state on through the cache"
         raise UnsupportedError(
             f"model: layer {index} of {type(stages.model).__name__} has a convolution over "
-            f"tokens and {attends if spec.attends() else hides}"
+            "tokens and hands no state on through the cache"
         )
 
 
@@ -356,10 +362,10 @@ def _run_staged(
     _refuse_mixing(stages, "embedded", *_embedded_in_chunks(stages, ids, hidden))
     for dense.layer, call in enumerate(calls):
         before = hidden
-        with answering(dense):
+        with answering(dense, dense.choose):
             hidden = stages.run_layer(dense.layer, before, call)
-        if dense.layer not in dense.seen:
-            dense.seen[dense.layer] = _unattending(stages, before, dense.layer, call)
+        spec = dense.seen.get(dense.layer, UNATTENDING)
+        dense.seen[dense.layer] = _with_states(stages, before, dense.layer, call, spec)
     seen = [dense.seen[layer] for layer in range(len(stages.layers))]
     _refuse_other_calls(stages, calls_of_whole, seen)
     read = stages.read(hidden)
@@ -501,7 +507,7 @@ def _refuse_other_outputs(
         ):
             positions = torch.arange(start, stop, device=hidden.device)[None]
             call = cast_call(stages.calls(1, positions)[index], hidden.dtype)
-            with answering(dense):
+            with answering(dense, dense.choose):
                 outs.append(run_layer(layer, hidden[:, start:stop], call))
     error = distance(torch.cat(outs[1:], dim=1), outs[0])
     if not error <= MIXING[hidden.dtype]:
@@ -540,11 +546,14 @@ def _with_gradient(
     """Run a recurrent layer on token ranges `cuts`; return its output and its input's gradient."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
+    attends = bool(mixers(layer))
     # Eager experts depend on values: only experts with tokens run.
-    with nullcontext() if hidden.is_meta else eager_experts(layer):
+    experts = nullcontext() if hidden.is_meta else eager_experts(layer)
+    with experts, answering(ProbeAttention(layer=index)):
         for start, stop in cuts:
             # New tensors: the piece that left a state may also read it for its output.
-            states = RecurrentStates({name: x.view_as(x) for name, x in states.after.items()})
+            before = {name: x.view_as(x) for name, x in states.after.items()}
+            states = RecurrentStates(before, attends=attends)
             given |= {f"{name} at {start}": state for name, state in states.before.items()}
             more = takes_two(stop - start, states.before)
             positions = torch.arange(start, stop + more)
@@ -588,6 +597,16 @@ class ProbeAttention:
     seen: dict[int, LayerSpec] = field(default_factory=dict)
     calls: int = 0
     past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    indexer: Indexer | None = None  # of the indexer that chose for the call that follows
+    past_index: dict[int, Tensor] = field(default_factory=dict)
+
+    def choose(self, call: IndexerCall) -> Tensor:
+        """Choose from the tokens of the chunks so far."""
+        own, layer = call.keys(), self.calls if self.layer is None else self.layer
+        self.indexer = replace(call.sizes, wide=own.dtype != call.hidden.dtype)
+        before = self.past_index.get(layer, own[:, :0])
+        self.past_index[layer] = torch.cat([before, own], dim=1)
+        return call.choose(self.past_index[layer], before.shape[1], TOKENS)
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
@@ -600,7 +619,13 @@ class ProbeAttention:
         softcap = keywords.get("softcap")
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chunked = bool(keywords.get("chunked"))
-        self.seen[layer] = LayerSpec(*sizes, window, chunked, sinks is not None, softcap)
+        follows = keywords.get("indices") is not None and self.indexer is None
+        config: Any = module.config
+        made = Indexer(0, 0, int(config.index_topk)) if follows else self.indexer
+        self.seen[layer] = LayerSpec(
+            *sizes, window, chunked, sinks is not None, softcap, indexer=made
+        )
+        self.indexer = None
         if layer in self.past:
             before = self.past[layer]
             k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
@@ -608,6 +633,9 @@ class ProbeAttention:
         earlier = k.shape[2] - q.shape[2]
         # The reference takes whole sequences: rows before the chunk are computed and dropped.
         q = nn.functional.pad(q, (0, 0, earlier, 0))
+        if keywords.get("indices") is not None:
+            chosen = nn.functional.pad(keywords["indices"], (0, 0, earlier, 0))
+            keywords = {**keywords, "indices": chosen}
         out = attended(reference, q, k, v, scale, keywords)
         return out[:, earlier:]
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from farspan.hf.stages import LayerCall, run_layer
 from farspan.hf.swap import Part, forwards, put_in, shell_of
@@ -37,6 +38,7 @@ class RecurrentStates:
 
     before: Mapping[str, Tensor] = field(default_factory=dict)  # empty: a sequence begins
     wanted: frozenset[str] = frozenset()  # names after which to stop; empty: run to the end
+    attends: bool = False  # the layer also calls transformers' attention interface
     after: dict[str, Tensor] = field(default_factory=dict)
 
     def until_known(self, wanted: frozenset[str], run: Callable[[], Tensor]) -> None:
@@ -102,7 +104,9 @@ class RecurrentStates:
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         self.update_recurrent_state(linear_cache, layer_idx)
 
-    def update(self, *_: Any, **__: Any) -> Any:
+    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.attends:
+            return k, v
         raise UnsupportedError(
             "model: one of its layers caches K and V, but computes attention in code of its own; "
             "expected layers that call transformers' attention interface"
@@ -155,6 +159,39 @@ def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: Recurre
         return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
 
 
+def mixers(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a layer that leave a state in its cache, by the names in their code."""
+    return [m for m in layer.modules() if "update_recurrent_state" in _names(_forward(m))]
+
+
+def run_mixer(
+    mixer: nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    rows: slice,
+    tokens: slice,
+    states: RecurrentStates,
+) -> Tensor:
+    """Run a mixer of a layer that also attends on a part of its tokens; a single token after others
+    runs as two (see `run_piece`). `given` are the arguments for all tokens, [B, C, ...], with the
+    layer's cache among them."""
+    two = takes_two(tokens.stop - tokens.start, states.before)
+
+    def part(x: Any) -> Any:
+        if isinstance(x, RecurrentStates):
+            return states
+        if not isinstance(x, Tensor):
+            return x
+        x = x[rows, tokens]
+        return x.expand(-1, 2, *x.shape[2:]) if two else x
+
+    arguments, keywords = tree_map(part, given)
+    # The mixer's own attribute, set by who calls this, would call this again.
+    others = [forward for _, _, forward in continued(mixer, states)]
+    forward = others[0] if others else MethodType(type(mixer).forward, mixer)
+    out: Tensor = forward(*arguments, **keywords)
+    return out[:, :1] if two else out
+
+
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
     """Return whether the tokens are a single one after others, to be run as two."""
     return tokens == 1 and bool(before)
@@ -192,8 +229,8 @@ def continued(layer: nn.Module, states: RecurrentStates) -> Iterator[Part]:
     """Yield forwards, for `put_in`, of modules in a layer that would not begin with `states`."""
     state = states.before.get(f"{RECURRENT}.0")
     for module in layer.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        forward = _forward(module)
+        names = _names(forward)
         if "rg_lru" in names:
             yield from _griffin(module, states)
         elif state is not None and SCAN in names:
@@ -203,6 +240,16 @@ def continued(layer: nn.Module, states: RecurrentStates) -> Iterator[Part]:
             yield _with_globals(module, forward, {SCAN: _continued_scan(scan, iter(heads))})
         elif state is not None and "get_linear_cache" in names:
             yield _with_globals(module, forward, {"torch": _BeginningWith(state)})
+
+
+def _forward(module: nn.Module) -> Any:
+    """Return the forward of a module's class, without decorators."""
+    return inspect.unwrap(type(module).forward)
+
+
+def _names(function: Any) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a function's code."""
+    return getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _with_globals(module: nn.Module, forward: Any, names: dict[str, Any]) -> Part:

@@ -252,6 +252,11 @@ class CausalLMStages:
         return self.carries[0].layout.width if self.carries else self.hidden
 
     @property
+    def asks_tokens(self) -> bool:
+        """True if calls of layers differ between tokens at the same positions."""
+        return bool(self.carries) and self.carries[0].layout.asks_tokens
+
+    @property
     def _embedding(self) -> Tensor:
         return cast(Tensor, self.model.get_input_embeddings().weight)
 
@@ -272,11 +277,24 @@ class CausalLMStages:
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
         """Return layer 0's input, [batch, tokens, hidden], and each layer's arguments."""
         input_ids = tokens_as_read(self.model, input_ids)
-        return self._record(input_ids=input_ids, position_ids=position_ids)
+        record = self._record(input_ids=input_ids, position_ids=position_ids)
+        assert record.hidden is not None
+        if not self.carries:
+            return record.hidden, record.calls
+        layout = self.carries[0].layout
+        inputs = [c.keywords.pop(INPUT) for c in record.calls if layout.trains_inputs]
+        return layout.packed(record.hidden, inputs), record.calls
 
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
-        """Return each layer's arguments at these positions, without running the embedding."""
-        return self._record(**self._without_lookup(batch, position_ids))[1]
+        """Return each layer's arguments at these positions, without running the embedding. Inputs
+        that layers get of the tokens themselves are all ones."""
+        return self._record(**self._without_lookup(batch, position_ids)).calls
+
+    def calls_for(self, input_ids: Tensor, position_ids: Tensor) -> list[LayerCall]:
+        """Return each layer's arguments for these tokens."""
+        if self.asks_tokens:
+            return self.embed(input_ids, position_ids)[1]
+        return self.calls(len(input_ids), position_ids)
 
     def _without_lookup(self, batch: int, position_ids: Tensor) -> dict[str, Tensor]:
         # Rotary tables take only their dtype and device from the embeddings, so one expanded number
@@ -286,12 +304,14 @@ class CausalLMStages:
         shape = (batch, position_ids.shape[1], width)
         return {"inputs_embeds": blank.expand(shape), "position_ids": position_ids}
 
-    def _record(self, **inputs: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        inputs["position_ids"] = inputs["position_ids"] + self.first_position
+    def _record(self, **inputs: Tensor) -> _Record:
+        if self.first_position:  # else the sum would be a copy of 8 bytes a token
+            inputs["position_ids"] = inputs["position_ids"] + self.first_position
         record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
         assert record.hidden is not None
-        if self.carries:
-            record.hidden = self._packed(record)
+        for call, carry in zip(record.calls, self.carries, strict=bool(self.carries)):
+            call.carry = carry
+            call.keywords.pop(SHARED, None)
         if self._caches is None:
             self._caches = self._given_caches(record.calls)
         for index, (call, names) in enumerate(zip(record.calls, self._caches, strict=True)):
@@ -299,19 +319,7 @@ class CausalLMStages:
             if (scale := self.scales[index]) is not None:
                 first = FirstPositions(inputs["position_ids"], *scale)
                 call.keywords |= dict.fromkeys(names, first)
-        return record.hidden, record.calls
-
-    def _packed(self, record: _Record) -> Tensor:
-        """Return the first layer's input as a packed tensor, which takes the per-layer inputs out
-        of the calls, and with which these calls then run."""
-        assert record.hidden is not None
-        inputs = []
-        for call, carry in zip(record.calls, self.carries, strict=True):
-            call.carry = carry
-            call.keywords.pop(SHARED, None)
-            if carry.layout.inputs:
-                inputs.append(call.keywords.pop(INPUT))
-        return self.carries[0].layout.packed(record.hidden, inputs)
+        return record
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
         """Return, for each layer, the names of the arguments that pass a cache, which vary by

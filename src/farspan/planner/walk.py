@@ -69,8 +69,9 @@ def _cells(
     sparse: Sparse | None,
     on_host: bool,
     tile: int,
+    sequence: int,
 ) -> ProfiledCells:
-    return ProfiledCells(profile, batch, kv_block, sparse, on_host, tile)
+    return ProfiledCells(profile, batch, kv_block, sparse, on_host, tile, sequence)
 
 
 @dataclass(slots=True)
@@ -113,7 +114,8 @@ class Walk:
         self.classes = profile.kind_of
         self.adds = profile.variant.adds
         batch, sparse = program.run.batch, (schedule.sparse, schedule.kv is HOST)
-        self.cells = _cells(profile, batch, schedule.kv_block, *sparse, self.tile or 0)
+        sequence = program.run.tokens if any(layer.indexer for layer in model.layers) else 0
+        self.cells = _cells(profile, batch, schedule.kv_block, *sparse, self.tile or 0, sequence)
         most = most_tokens(batch * model.vocab)  # of a piece, as in engine.loss
         piece = min(schedule.loss_chunk_size, max(1, most))
         self.stage = cache(ProfiledStages(profile, batch, piece).get)
@@ -345,6 +347,8 @@ class Walk:
         start = -(-start // step) * step
         if schedule.sparse is not None and window is None:
             return start  # the number of pages to choose from depends on it
+        if layer.indexer is not None:
+            return start  # and here that of tokens
         if layer.chunked and window is not None:
             alike = lcm(size, window)
             return start - max(0, start // alike - 1) * alike

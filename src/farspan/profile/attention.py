@@ -47,6 +47,7 @@ class Call:
     far: Far | None = None  # set if attention is sparse and has pages to choose from
     most_units: int = 0  # most units to gather at one time
     in_slots: bool = False  # gather to slots of the program
+    sequence: int = 0  # tokens of the whole sequence, whose chunks choose tokens by an indexer
 
 
 def attention_bytes(
@@ -72,6 +73,7 @@ def attention_bytes(
     far = call.far if chooses else None
     if far is not None:
         memory.pass_by(fullest_choice_bytes(far))
+    memory.pass_by(choice_bytes(heads, call, run, tokens))
     found = attend(call, q, k, v, sinks)
     if far is not None:
         memory.pass_by(watch_bytes(far, call.q_start))
@@ -88,6 +90,43 @@ def attention_bytes(
         dsinks = as_width(dsinks, width)
     _answer = [as_width(dq, width), dsinks]
     return forward, memory.peak
+
+
+def choice_bytes(heads: LayerSpec, call: Call, run: tuple[int, int], tokens: int) -> int:
+    """Return the peak bytes of choosing the tokens that a chunk's queries see, without the choice,
+    as `hf.indexer.IndexerCall.choose` and the indexers of transformers allocate them."""
+    index = heads.indexer
+    if index is None or not index.dim or not heads.chosen(call.q_start + tokens):
+        return 0
+    memory, (batch, width) = Memory(), run
+    stop, wide_scores = call.q_start + tokens, 4
+    key = wide(width) if index.wide else width
+    _own = memory.new((batch, tokens, index.dim), key)
+    fetched = memory.new((batch, call.q_start * call.in_slots, index.dim), key)
+    _keys = memory.new((batch, stop, index.dim), key)
+    del fetched
+    _places = memory.new((stop,), 8)
+    queries, count = min(tokens, index.piece(call.sequence)), index.heads
+    _seen = memory.new((queries, stop), 1)
+    _projected = memory.new((queries, count, index.dim + index.rotated), width)
+    _joined = memory.new((queries, count, index.dim), width)
+    _of_keys = memory.new((queries, index.dim + index.rotated), width)
+    cast = memory.new((queries, count, index.dim), wide_scores * (width != wide_scores))
+    cast_keys = memory.new((stop, index.dim), wide_scores * (key != wide_scores))
+    products = memory.new((queries, count, stop), wide_scores)
+    del cast, cast_keys
+    scores = pointwise(products)
+    del products
+    scores = pointwise(scores)
+    _weights = memory.new((queries, count), width + wide_scores)
+    sums = memory.new((queries, stop), wide_scores)
+    unseen = memory.new((queries, stop), 1)
+    masked = pointwise(sums)
+    del sums, unseen
+    rows = memory.new((queries, call.sequence), wide_scores)
+    found = memory.new((queries, index.tokens), wide_scores + 8)
+    del masked, rows, found
+    return memory.peak
 
 
 def sparse_call(
@@ -115,6 +154,8 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 
 def kernel_of(attention: LayerSpec) -> Kernel:
     """Return the memory model of the kernel that `engine.kernels.select_kernel` takes on a CPU."""
+    if attention.indexer is not None:
+        return TiledSizes(attention.softcap is not None, attention.indexer.tokens)
     if attention.softcap is not None:
         return TiledSizes()
     if attention.head_dim == attention.value_dim:

@@ -221,8 +221,12 @@ def visible(memory: Memory, block: Block) -> MetaTensor:
     return pointwise(seen, inside)
 
 
+@dataclass(frozen=True, slots=True)
 class TiledSizes:
-    """Memory of plain attention with a soft cap, computed tile by tile in the accumulate dtype."""
+    """Memory of plain attention, computed tile by tile in the accumulate dtype."""
+
+    capped: bool = True  # scores have a soft cap
+    chosen: int = 0  # tokens that an indexer chooses for each query; 0: it sees all
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return (block,)
@@ -280,25 +284,43 @@ class TiledSizes:
         return dq, dk, dv
 
     def _score_gradient(
-        self, weights: MetaTensor, delta: MetaTensor, slope: MetaTensor
+        self, weights: MetaTensor, delta: MetaTensor, slope: MetaTensor | None
     ) -> MetaTensor:
         upstream = pointwise(weights)
         centred = pointwise(upstream, delta)
         del upstream
         product = pointwise(weights, centred)
         del centred
-        return pointwise(product, pointwise(slope))
+        return pointwise(product, *([] if slope is None else [pointwise(slope)]))
 
-    def _scores(self, q: MetaTensor, k: MetaTensor, tile: Block) -> tuple[MetaTensor, MetaTensor]:
-        memory = q.memory
+    def _scores(
+        self, q: MetaTensor, k: MetaTensor, tile: Block
+    ) -> tuple[MetaTensor, MetaTensor | None]:
+        memory, slope = q.memory, None
         scores = self._products(q, k, wide(q.width))
-        bounded = pointwise(pointwise(scores))
-        scores, slope = pointwise(bounded), pointwise(pointwise(bounded))
+        if self.capped:
+            bounded = pointwise(pointwise(scores))
+            scores, slope = pointwise(bounded), pointwise(pointwise(bounded))
         if tile.causal or tile.window is not None:
             _hidden = pointwise(visible(memory, tile))
             tall = memory.new(scores.shape[2:], 1)
             scores = pointwise(scores, tall)
+        if self.chosen:
+            hidden = self._hidden(memory, q.shape[0], tile)
+            tall = memory.new((q.shape[0], *scores.shape[2:]), 1)
+            del hidden
+            scores = pointwise(scores, tall)
         return scores, slope
+
+    def _hidden(self, memory: Memory, batch: int, tile: Block) -> MetaTensor:
+        """Return a bool mask of keys that are not chosen, from int64 places of those that are."""
+        place = memory.new((batch, tile.queries, self.chosen), 8)
+        place = pointwise(place)
+        after = pointwise(place, width=1)
+        beyond = pointwise(place, width=1)
+        outside = pointwise(after, beyond)
+        del after, beyond, outside
+        return memory.new((batch, tile.queries, tile.keys + 1), 1)
 
     def _products(self, q: MetaTensor, k: MetaTensor, width: int) -> MetaTensor:
         stacked = _stack(as_width(q, width), k.shape[1])

@@ -6,10 +6,10 @@ The memory of attention depends on the blocks of keys that a chunk sees. Lines l
 `ProfiledCells` adds it: a cell has `at` before attention begins; later lines leave out O and LSE.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
-from farspan.profile.attention import Call, attention_bytes, chunk_call, sparse_call
+from farspan.profile.attention import Call, attention_bytes, choice_bytes, chunk_call, sparse_call
 from farspan.program.program import AttentionMode, row_bytes
 from farspan.program.residency import Kind
 from farspan.spec import LayerSpec, ModelSpec, Sparse
@@ -40,10 +40,12 @@ class Variant:
     adds: bool = False  # products add weight gradients to their sums
     tiled: bool = False  # token-wise modules may also run on tiles
     nf4: bool = False  # frozen weights of linear modules have four bits
+    remakes: bool = True  # kept cells compute norms' outputs and act(gate) * up again
 
     def key(self) -> str:
         words = [self.dtype, *[f"lora{self.rank}"] * bool(self.rank)]
         words += [name for name in ("fused", "adds", "tiled", "nf4") if getattr(self, name)]
+        words += [] if self.remakes else ["whole"]
         return " ".join(words)
 
 
@@ -182,6 +184,7 @@ class ProfiledCells:
     sparse: Sparse | None = None
     in_slots: bool = False  # gather chosen pages to slots of the program
     tile: int = 0  # tokens of a tile
+    sequence: int = 0  # tokens of a sequence, if layers choose among these by an indexer
     known: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -205,6 +208,9 @@ class ProfiledCells:
             forward, backward = self._attention(spec, kind, made.heads_first)
         stays = attended if computes and not kind.buffered else 0
         moments = [highest(lines.before, *tokens), highest(lines.after, *tokens) + stays]
+        if spec.indexer is not None and (kind.graph or spec.indexer.passed):
+            # A backward, or later layers, attend to the chosen tokens.
+            moments.append(at(lines.at, *tokens) + self._choice(spec, kind))
         if computes:
             moments.append(at(lines.at, *tokens) + forward)
         rise = max(moments)
@@ -236,12 +242,21 @@ class ProfiledCells:
 
     def _attention(self, spec: LayerSpec, kind: CellKind, heads_first: bool) -> tuple[int, int]:
         run = self.batch, self.profile.spec.element_bytes
-        call: Call = chunk_call(
-            spec, self.batch, kind.q_start, kind.q_start + kind.tokens, self.kv_block
-        )
+        call = self._call(spec, kind)
         if self.sparse is not None and spec.window is None:
             call = sparse_call(call, spec, self.sparse, run, kind.tokens, self.in_slots)
         return attention_bytes(spec, call, run, kind.tokens, heads_first, kind.chooses)
+
+    def _call(self, spec: LayerSpec, kind: CellKind) -> Call:
+        stop = kind.q_start + kind.tokens
+        call = chunk_call(spec, self.batch, kind.q_start, stop, self.kv_block)
+        if spec.indexer is None:
+            return call
+        return replace(call, sequence=self.sequence, in_slots=self.in_slots)
+
+    def _choice(self, spec: LayerSpec, kind: CellKind) -> int:
+        run = self.batch, self.profile.spec.element_bytes
+        return choice_bytes(spec, self._call(spec, kind), run, kind.tokens)
 
 
 def _lines_of(profile: KindProfile, kind: CellKind) -> CellLines:

@@ -25,7 +25,7 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
+from farspan.spec import Indexer, LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 
 PRESETS = Path(__file__).parent / "presets"
 RANKS = 8, 16  # ranks of adapters to measure
@@ -214,14 +214,15 @@ def _measuring() -> str:
     for part in "attention", "engine", "hf", "kernels", "profile":
         for path in sorted((Path(__file__).parents[1] / part).glob("*.py")):
             digest.update(path.read_bytes())
+    digest.update((Path(__file__).parents[1] / "activations.py").read_bytes())
     return digest.hexdigest()
 
 
 # -- as plain values ----------------------------------------------------------------------------
 
 
-_NEWER = ("chunked",)  # fields of a layer that older profiles do not have
-_NEWER_OF_MODELS = "routers", "carried"
+_NEWER = ("chunked", "indexer")  # fields of a layer that older profiles do not have
+_NEWER_OF_MODELS = "routers", "carried", "embeds"
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
@@ -242,6 +243,8 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
             if not layer[name]:
                 del layer[name]
     del value["variant"]["nf4"]
+    if profile.variant.remakes:
+        del value["variant"]["remakes"]
     for name in _NEWER_OF_MODELS:
         if not value["spec"][name]:
             del value["spec"][name]
@@ -323,7 +326,9 @@ def from_json(value: Mapping[str, Any]) -> ModelProfile:
 def _layer(value: Mapping[str, Any]) -> LayerSpec:
     work = LayerWork(**_tuples(value["work"]))
     state = tuple(StateTensor(**_tuples(tensor)) for tensor in value["state"])
-    return LayerSpec(**{**value, "work": work, "state": state})
+    indexer = value.get("indexer")
+    of = {"work": work, "state": state, "indexer": indexer and Indexer(**indexer)}
+    return LayerSpec(**{**value, **of})
 
 
 def _tuples(value: Any) -> Any:

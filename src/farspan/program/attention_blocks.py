@@ -559,10 +559,12 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
 def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
     """Return the number of earlier rows of K, V that a chunk's queries need. Each row counts once,
     although two blocks at a window's edge both read a few. A recurrent layer needs the previous
-    chunk's rows, which hold its state."""
+    chunk's rows, which hold its state; if it also attends, besides the rows of its keys."""
     start, stop = program.chunks[chunk]
     if layer.state:
-        return start - program.chunks[chunk - 1][0] if chunk else 0
+        previous = start - program.chunks[chunk - 1][0] if chunk else 0
+        attends = replace(layer, state=())
+        return previous + (earlier_rows(program, attends, chunk) if layer.attends() else 0)
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
         if layer.window is None:

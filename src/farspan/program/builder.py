@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farspan.program import buffer_names as names
-from farspan.program.attention_blocks import refuse_wide_calls, seen_pairs
+from farspan.program.attention_blocks import (
+    refuse_wide_calls,
+    seen_pairs,
+)
 from farspan.program.far_sizes import far_of, slot_bytes
 from farspan.program.layout import (
     ONLY,
@@ -25,7 +28,7 @@ from farspan.program.passes import GroupPasses
 from farspan.program.program import Close, Program, Reduce
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.program.work import linear_products
-from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import Cut, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 
 
 def build_program(
@@ -82,6 +85,22 @@ def build_evaluation(
     return ledger.finish()
 
 
+def _refuse_sparse(model: ModelSpec, schedule: Schedule) -> None:
+    """Raise UnsupportedError for sparse attention to tokens that a layer cannot leave to a step."""
+    if schedule.sparse is None:
+        return
+    if any(layer.indexer for layer in model.layers):
+        raise UnsupportedError(
+            "sparse: the model's own indexers choose the tokens that its queries attend to; leave "
+            "sparse out"
+        )
+    if any(layer.state and layer.attends() and layer.window is None for layer in model.layers):
+        raise UnsupportedError(
+            f"sparse: layers of {model.name} attend and pass on a state, which is exact only with "
+            "dense attention; leave sparse out"
+        )
+
+
 def _ledger(
     model: ModelSpec,
     run: RunSpec,
@@ -91,6 +110,7 @@ def _ledger(
     walked: Sequence[int] | None = None,
 ) -> Ledger:
     refuse_wide_calls(model, run)
+    _refuse_sparse(model, schedule)
     if chunks is None:
         chunks = chunks_of(model, run.tokens, schedule, rank.layout)
     return Ledger(

@@ -109,6 +109,8 @@ class Group:
     def with_outer(self) -> bool:
         """Return whether modules outside the layers are gathered with the group. All pipeline
         stages share and gather these modules, even stages in the middle, which do not use them."""
+        if self.ledger.model.embeds:
+            return True
         return self.is_stage or self.index == 0 or self.is_last
 
     def open_first(self) -> None:

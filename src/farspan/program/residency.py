@@ -58,6 +58,7 @@ class RowTensor(NamedTuple):
 
 RowTensors = Callable[[ModelSpec, LayerSpec, int], list[RowTensor]]  # of a batch of this size
 Name = Callable[[int], str]  # of a layer's buffer
+INDEX = "index"  # index keys, by which queries choose tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,23 @@ def _x(model: ModelSpec, _: LayerSpec, batch: int) -> list[RowTensor]:
 
 
 def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
-    """Return the tensors K, V of an attention layer, or the states of a recurrent layer."""
-    if layer.state:
-        wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
-        return [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
+    """Return the tensors K, V of an attention layer, with its index keys if it has an indexer, and
+    the states of a recurrent layer."""
+    wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
+    states = [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
+    if states and not layer.attends():
+        return states
     key, value = (batch, layer.kv_heads, layer.head_dim), (batch, layer.kv_heads, layer.value_dim)
-    return [RowTensor("k", key), RowTensor("v", value)]
+    indexer, index = layer.indexer, list[RowTensor]()
+    if indexer is not None and indexer.dim:
+        index.append(RowTensor(INDEX, (batch, indexer.dim), indexer.wide))
+    return [RowTensor("k", key), RowTensor("v", value), *index, *states]
 
 
 def _dkv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
-    return [RowTensor(one.name, one.shape, True) for one in _kv(model, layer, batch)]
+    """Return the tensors of gradients. Index keys have none."""
+    of = (one for one in _kv(model, layer, batch) if one.name != INDEX)
+    return [RowTensor(one.name, one.shape, True) for one in of]
 
 
 def _attention(_: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:

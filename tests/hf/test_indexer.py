@@ -1,0 +1,209 @@
+"""Layers whose queries attend to the tokens that an indexer chooses: exact, and predicted."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import farspan.spec
+from farspan.engine.reference import reference_loss
+from farspan.engine.step import Step
+from farspan.hf.indexer import indexed_parameters
+from farspan.program.layout import Layout, refuse_shared_states
+from farspan.spec import AttentionKernel, Indexer, Kernels, Schedule, Sparse, Tier, UnsupportedError
+from tests.engine.checks import (
+    Data,
+    Outcome,
+    assert_close,
+    assert_same_bits,
+    draw,
+    gradients,
+    run_oracle,
+    run_step,
+)
+from tests.engine.test_ranks import Case, outcomes_of
+from tests.hf.test_families import KEPT, SCHEDULES, STREAMED
+from tests.numerics import relative_error
+from tests.planner.test_walk import CLOSE, agree, in_chunks, make
+from tests.ranks import run_ranks
+from tests.zoo import INDEXED, make_model
+
+exactly = pytest.mark.usefixtures("float64_throughout")
+
+FAMILY = "deepseek_v32"
+SHARED = "glm_moe_dsa_shared", "hy_v4"  # some layers attend to what an earlier one chose
+FAMILIES = (FAMILY, "glm_moe_dsa", "axk2", "dots3_note_text", *SHARED)
+LAYOUTS = {"pipeline": Layout(pipeline=2), "data": Layout(data=2)}
+SHARING = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
+DOCUMENTS = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
+
+
+def by_transformers(model: PreTrainedModel, data: Data) -> Outcome:
+    """Loss and gradients of the model's own forward with eager attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    positions = torch.arange(data.input_ids.shape[1]).expand(data.input_ids.shape)
+    labels = data.labels.clone()
+    if data.document_ids is not None:
+        begins = data.document_ids.diff(dim=1, prepend=data.document_ids[:, :1] - 1) != 0
+        positions = positions - (positions * begins).cummax(1).values
+        labels[begins] = -100
+    model.zero_grad(set_to_none=True)
+    out = model(data.input_ids, position_ids=positions, labels=labels, use_cache=False)
+    out.loss.backward()
+    model.set_attn_implementation(before)
+    return Outcome(out.loss.detach(), gradients(model))
+
+
+@exactly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_gives_transformers_own_gradients(family: str) -> None:
+    """Its packed documents too, whose ties at 0 are broken by the place in the whole row."""
+    model, step = make_model(family), None
+    for documents in (None, DOCUMENTS):
+        ids, labels, _ = draw(37, batch=2)
+        data = Data(ids, labels, documents)
+        step = step or Step(model, KEPT, poison=True)
+        found, expected = run_step(model, step, data), by_transformers(model, data)
+        assert_close(found, expected)
+
+
+@exactly
+def test_transformers_gives_an_indexer_no_gradient() -> None:
+    model, data = make_model(FAMILY), draw(37)
+    inside = indexed_parameters(model)
+    by_transformers(model, data)
+    without = {id(p) for p in model.parameters() if p.grad is None}
+    assert without == inside
+    for weights in (Tier.DEVICE, Tier.HOST):
+        run_step(model, replace(KEPT, weights=weights), data)
+        assert {id(p) for p in model.parameters() if p.grad is None} == inside
+
+
+@exactly
+def test_the_choice_counts() -> None:
+    data = draw(37)
+    loss = [reference_loss(make_model(FAMILY, index_topk=n), *data).detach() for n in (8, 64)]
+    assert relative_error(loss[0], loss[1]) > 1e-3
+
+
+@exactly
+@pytest.mark.parametrize("family", [FAMILY, "dots3_note_text", *SHARED])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_is_exact(name: str, family: str) -> None:
+    model = make_model(family)
+    step = Step(model, SCHEDULES[name], poison=True)
+    for tokens, documents in ((37, 0), (53, 3)):
+        data = draw(tokens, batch=2, documents=documents, seed=documents)
+        assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+@exactly
+def test_later_layers_are_given_a_choice_whose_own_attention_is_known() -> None:
+    model, data = make_model(SHARED[0]), draw(37, batch=2)
+    schedule = Schedule(chunk=9, groups=(3, 1), layer_checkpoint=True, attention_save_fraction=1.0)
+    assert_close(run_step(model, schedule, data), run_oracle(model, data))
+
+
+@exactly
+def test_scores_that_are_all_equal() -> None:
+    """Such as those of an indexer that has learned nothing: torch.topk breaks all ties."""
+    model, data = make_model(FAMILY), draw(53, batch=2)
+    for name, parameter in model.named_parameters():
+        if "weights_proj" in name:
+            parameter.data.zero_()
+    for schedule in (KEPT, STREAMED):
+        assert_close(run_step(model, schedule, data), by_transformers(model, data))
+
+
+@exactly
+def test_queries_are_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = make_model(FAMILY), draw(53, batch=2, documents=2)
+    whole = run_step(model, KEPT, data)
+    monkeypatch.setattr(farspan.spec, "SCORES", 4 * 4 * 53 * 3)
+    assert Indexer(4, 16, 8).piece(53) == 3
+    assert_close(run_step(model, KEPT, data), whole)
+
+
+@exactly
+def test_keys_on_the_host_give_the_same_bits() -> None:
+    model, data = make_model(FAMILY), draw(53, batch=2, documents=2)
+    schedule = Schedule(chunk=16, groups=2, kv_block=16)
+    found = run_step(model, schedule, data)
+    assert_same_bits(run_step(model, replace(schedule, kv=Tier.HOST), data), found)
+
+
+def test_layers_say_what_they_choose_by() -> None:
+    step = Step(make_model("dots3_note_text", torch.bfloat16), KEPT)
+    indexers = [layer.indexer for layer in step.model_spec.layers]
+    # Its rotary embedding is float32, and so are its index keys.
+    assert indexers == [Indexer(4, 16, 8, 8, wide=True)] * 2 + [None] * 2
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def over_two(names: list[str]) -> list[str]:
+    wrong = []
+    for name in names:
+        inputs = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
+        schedule = Schedule(chunk=9, groups=2)
+        cases = [Case(name, schedule, inputs, family) for family in (FAMILY, SHARED[0])]
+        wrong += outcomes_of(LAYOUTS[name], cases)
+    return wrong
+
+
+def test_two_ranks_give_what_one_does() -> None:
+    assert run_ranks(2, over_two, list(LAYOUTS)) == [[], []]
+
+
+# -- what cannot be exact -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", SHARING, ids=str)
+def test_ranks_that_share_a_chunk_are_refused(layout: Layout) -> None:
+    model = Step(make_model(FAMILY), KEPT).model_spec
+    with pytest.raises(UnsupportedError, match="index keys of the whole prefix"):
+        refuse_shared_states(model, layout)
+
+
+def test_another_choice_is_refused() -> None:
+    pages = Sparse(page=8, budget=16, recent=8, sinks=8)
+    step = Step(make_model(FAMILY), Schedule(chunk=16, sparse=pages))
+    with pytest.raises(UnsupportedError, match="sparse: the model's own indexers"):
+        step(*draw(37))
+    with pytest.raises(UnsupportedError, match="attention: flash needs"):
+        Step(make_model(FAMILY), KEPT, kernels=Kernels(attention=AttentionKernel.FLASH))
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    **INDEXED,
+    **{"index_topk": 60, "intermediate_size": 112, "mlp_layer_types": ["dense"] * 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("grouped", torch.float32), ("plain", torch.bfloat16)], ids=str
+)
+def test_memory_is_predicted(name: str, dtype: torch.dtype) -> None:
+    model = make(FAMILY, dtype, **SIZES)
+    for batch in (1, 2):
+        agree(Step(model, in_chunks(name, 230)), batch, 230, CLOSE)
+
+
+def test_memory_of_choices_that_layers_pass_on_is_predicted() -> None:
+    """In bfloat16 two elements of a hidden state hold the number of a token."""
+    model = make("glm_moe_dsa", torch.bfloat16, **SIZES, indexer_types=["full", "shared"])
+    step = Step(model, in_chunks("grouped", 230))
+    assert step.model_spec.carried == 2 * SIZES["index_topk"]
+    agree(step, 1, 230, CLOSE)
+
+
+def test_memory_is_predicted_with_keys_on_the_host() -> None:
+    model = make(FAMILY, torch.bfloat16, **{**SIZES, "index_n_heads": 16})
+    schedule = Schedule(chunk=64, groups=2, kv=Tier.HOST, kv_block=48)
+    agree(Step(model, schedule), 1, 230, CLOSE)
