@@ -234,6 +234,7 @@ class Indexer:
     tokens: int  # that a query chooses
     rotated: int = 0  # elements of an index key that RoPE rotates
     wide: bool = False  # index keys have the accumulate dtype
+    passed: bool = False  # later layers attend to the chosen tokens too; of these, dim is 0
 
     def piece(self, tokens: int) -> int:
         """Return how many queries are scored at one time in a sequence of `tokens` tokens."""
