@@ -10,7 +10,7 @@ soft-capping. So no family needs code here.
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -191,6 +191,7 @@ class CausalLMStages:
         refuse_adapters(model)
         self.model = inner
         self._device = device
+        self.autocast: torch.dtype | None = None  # of torch.autocast in a step; None: without
         self._in_tuples = False  # whether layers return their hidden state in a tuple
         self._caches: list[frozenset[str]] | None = None  # of each layer; None: not found yet
         self.decoder, self._layers_name = _decoder_of(inner)
@@ -233,6 +234,22 @@ class CausalLMStages:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return the context in which a step calls the model's modules: torch.autocast, if the step
+        has it. Weights are cast anew at each call: a cache of them would outlive a cell's graph."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
+
+    def refuse_cast(self, layer: nn.Module, hidden: Tensor, out: Tensor) -> None:
+        """Raise UnsupportedError if autocast has changed the dtype that layers pass on, which the
+        buffers of a step would undo."""
+        if self.autocast is not None and out.dtype != hidden.dtype:
+            raise UnsupportedError(
+                f"bf16: {type(layer).__name__} returns {out.dtype} under autocast and not "
+                f"{hidden.dtype}, which layers of a step pass on; load the model in bfloat16"
+            )
 
     @property
     def vocab(self) -> int:
@@ -307,7 +324,8 @@ class CausalLMStages:
     def _record(self, **inputs: Tensor) -> _Record:
         if self.first_position:  # else the sum would be a copy of 8 bytes a token
             inputs["position_ids"] = inputs["position_ids"] + self.first_position
-        record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
+        with self.computing():
+            record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
         assert record.hidden is not None
         for call, carry in zip(record.calls, self.carries, strict=bool(self.carries)):
             call.carry = carry
@@ -407,7 +425,8 @@ class CausalLMStages:
                 "no logits for each token; give Step(..., head=lambda hidden, _: "
                 "model.score(hidden)) and call Step.values"
             )
-        return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
+        with self.computing():
+            return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
 
     def read(self, hidden: Tensor) -> Tensor:
         """Return the logits, or a whole-sequence head's input, for the top layer's output."""
@@ -415,7 +434,8 @@ class CausalLMStages:
 
     def final(self, hidden: Tensor) -> Tensor:
         """Return the head's input, [batch, tokens, hidden]: the normed output of the layers."""
-        return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
+        with self.computing():
+            return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
 
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
         tokens = hidden.shape[:2]

@@ -233,7 +233,7 @@ class Prices:
             return classes[i.layer], size, i.mode, put_away, self._tiled.cells.skips(i)
 
         def backward(i: Backward) -> Hashable:
-            return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i)
+            return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i), i.activations is None
 
         def copy(i: Fetch | Evict) -> Hashable:
             return i.source, i.target, sizes[i.chunk]
@@ -317,7 +317,8 @@ class Prices:
         trained = work.trainable / work.parameters if work.parameters else 1.0
         compute = self._products(work.products, tokens)
         compute += trained * self._products(work.products, tokens, weights=True)
-        compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
+        traffic = work.backward_traffic + work.remade_traffic * (i.activations is not None)
+        compute += self._moved(traffic * tokens * self.program.run.batch)
         compute += self._moved(work.trainable * self._gradient_traffic(product=True))
         compute += self._tiled.again(i)
         attention = self.attention(i.layer, i.chunk, backward=True)
