@@ -438,7 +438,8 @@ class Interpreter:
         try:
             with torch.set_grad_enabled(i.graph), answering(cell, cell.choose):
                 entered, graph_input = enter(hidden) if i.graph else (hidden, None)
-                with nullcontext() if saved is None else saved.hooks():
+                hooks = nullcontext() if saved is None else saved.hooks()
+                with hooks, self.stages.computing():
                     if call.carry is None:
                         out = layer(entered, *call.arguments, **call.keywords)
                     else:
@@ -448,6 +449,7 @@ class Interpreter:
         if i.drops:
             return
         out = out[0] if isinstance(out, tuple) else out
+        self.stages.refuse_cast(layer, hidden, out)
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if graph_input is not None:
             if saved is not None:

@@ -10,7 +10,7 @@ soft-capping. So no family needs code here.
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -200,6 +200,7 @@ class CausalLMStages:
         refuse_adapters(model)
         self.model = inner
         self._device = device
+        self.autocast: torch.dtype | None = None  # of torch.autocast in a step; None: without
         self._in_tuples = False  # whether layers return their hidden state in a tuple
         self._caches: list[frozenset[str]] | None = None  # of each layer; None: not found yet
         self.decoder, self._layers_name = _decoder_of(inner)
@@ -263,6 +264,22 @@ class CausalLMStages:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return the context in which a step calls the model's modules: torch.autocast, if the step
+        has it. Weights are cast anew at each call: a cache of them would outlive a cell's graph."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
+
+    def refuse_cast(self, layer: nn.Module, hidden: Tensor, out: Tensor) -> None:
+        """Raise UnsupportedError if autocast has changed the dtype that layers pass on, which the
+        buffers of a step would undo."""
+        if self.autocast is not None and out.dtype != hidden.dtype:
+            raise UnsupportedError(
+                f"bf16: {type(layer).__name__} returns {out.dtype} under autocast and not "
+                f"{hidden.dtype}, which layers of a step pass on; load the model in bfloat16"
+            )
+
     @property
     def vocab(self) -> int:
         head = self.model.get_output_embeddings()
@@ -283,7 +300,7 @@ class CausalLMStages:
     @property
     def asks_tokens(self) -> bool:
         """True if calls of layers differ between tokens at the same positions."""
-        return bool(self.carries) and self.carries[0].layout.asks_tokens
+        return bool(self.carries) and self.carries[0].layout.again > 0
 
     @property
     def _embedding(self) -> Tensor:
@@ -345,7 +362,8 @@ class CausalLMStages:
     def _recorded_at(self, inputs: dict[str, Tensor], layers: int) -> _Record:
         if self.first_position:  # else the sum would be a copy of 8 bytes a token
             inputs["position_ids"] = inputs["position_ids"] + self.first_position
-        return self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs, layers))
+        with self.computing():
+            return self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs, layers))
 
     def _record(self, **inputs: Tensor) -> _Record:
         record = self._recorded_at(inputs, len(self.layers))
@@ -453,7 +471,8 @@ class CausalLMStages:
                 "no logits for each token; give Step(..., head=lambda hidden, _: "
                 "model.score(hidden)) and call Step.values"
             )
-        return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
+        with self.computing():
+            return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
 
     def read(self, hidden: Tensor) -> Tensor:
         """Return the logits, or a whole-sequence head's input, for the top layer's output."""
@@ -461,7 +480,8 @@ class CausalLMStages:
 
     def final(self, hidden: Tensor) -> Tensor:
         """Return the head's input, [batch, tokens, hidden]: the normed output of the layers."""
-        return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
+        with self.computing():
+            return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
 
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
         tokens = hidden.shape[:2]
