@@ -51,9 +51,9 @@ class Carried:
         return sum(self.sizes(0))
 
     @property
-    def asks_tokens(self) -> bool:
-        """True if the calls of layers differ between tokens at the same positions."""
-        return self.inputs > 0 and not self.trains_inputs
+    def again(self) -> int:
+        """Number of elements of a token's inputs of all layers that calls make again; 0: none."""
+        return 0 if self.trains_inputs else self.inputs * self.layers
 
     @property
     def _of_shared(self) -> list[int]:
