@@ -254,6 +254,7 @@ class Indexer:
     tokens: int  # that a query chooses
     rotated: int = 0  # elements of an index key that RoPE rotates
     wide: bool = False  # index keys have the accumulate dtype
+    passed: bool = False  # later layers attend to the chosen tokens too; of these, dim is 0
 
     def piece(self, tokens: int) -> int:
         """Return how many queries are scored at one time in a sequence of `tokens` tokens."""
@@ -311,7 +312,8 @@ class ModelSpec:
     trainable: int = 0  # elements that receive a gradient
     routers: bool = False  # the loss has a part of its routers, which choose experts
     carried: int = 0  # elements of a token that layers pass on besides the hidden state
-    embeds: bool = False  # cells embed their tokens again, for inputs that layers get of them
+    # Elements of the inputs that layers get of a token, if cells make these of its id again.
+    embeds: int = 0
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""

@@ -74,7 +74,8 @@ def reference(
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1)[..., :tokens] @ v
+    # Sinks may be wider than keys, as HY-V4's are, and then so are all scores.
+    return scores.softmax(-1)[..., :tokens].to(v.dtype) @ v
 
 
 def _pieces(document_ids: Tensor | None, tokens: Tensor, window: int) -> Tensor:

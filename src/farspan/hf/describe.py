@@ -91,7 +91,7 @@ def _described(
         trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
-        embeds=stages.asks_tokens,
+        embeds=stages.carries[0].layout.again if stages.carries else 0,
     )
 
 

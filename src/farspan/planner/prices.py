@@ -39,6 +39,7 @@ from farspan.program.program import (
     Gather,
     Head,
     Instruction,
+    Load,
     Program,
     Reduce,
     aligned,
@@ -275,7 +276,10 @@ class Prices:
             Reduce: _PriceRule(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
             Close: _PriceRule(lambda i: i, self._close),
         }
+        top = len(self.program.model.layers)
+        load = _PriceRule(lambda i: (sizes[i.chunk], i.layer < top), self._load)
         return (streamed if self.program.streams() else {}) | {
+            Load: load,
             Forward: _PriceRule(forward, self._forward),
             Backward: _PriceRule(backward, self._backward),
             Fetch: _PriceRule(copy, self._fetch),
@@ -425,7 +429,23 @@ class Prices:
     # -- stages outside the layers ---------------------------------------------------------------
 
     def _embed(self, i: Embed) -> Cost:
-        return Cost(compute=self._moved(2 * self._hidden_bytes(i.chunk)))
+        moved = self._moved(2 * self._hidden_bytes(i.chunk))
+        return Cost(compute=moved + self._inputs_of_layers(i.chunk))
+
+    def _load(self, i: Load) -> Cost:
+        """Price the first cell's call, for which a group above the first may embed its tokens
+        again; the head has none."""
+        is_called = self.program.model.embeds and i.layer < len(self.program.model.layers)
+        return Cost(compute=self._inputs_of_layers(i.chunk)) if is_called else NOTHING
+
+    def _inputs_of_layers(self, chunk: int) -> float:
+        model, rows = self.program.model, self.program.run.batch * self._tokens(chunk)
+        if not model.embeds:
+            return 0.0
+        flop = 2.0 * rows * model.hidden * model.embeds
+        # A table is looked up and scaled; a projection is scaled, normed and added.
+        moved = 16 * rows * model.embeds * model.element_bytes
+        return self.rates.product(flop) + self._moved(moved)
 
     def _head(self, i: Head) -> Cost:
         tokens, gradient = self._tokens(i.chunk), i.gradient
