@@ -155,15 +155,7 @@ def prepare(
     fused = wanted.fused and fused_for(at, dtype)
     kernels = attention_kernels(wanted, at, dtype, fused=fused)
     linears = AccumulatingLinears()
-    if sharded is None or sharded.tensor is None:  # slices of weights have their own shells
-        adds = wanted.accumulate and wanted.products is None
-        linears.adds = adds and adds_products(at, dtype)
-        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
-    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
-    if wanted.products is not None:  # after the layers were compared with the model's own
-        refuse_float8(stages, at, cut=sharded is not None and sharded.tensor is not None)
-        in_float8 = float8_linears(at.type).forward_of
-        fuse_layers(stages, wanted, at, in_float8, linears=linears)
+    spec = _fused_spec(stages, wanted, linears, sharded)
     streamed = None
     if on_host:
         kept = weights if weights is not None and weights.is_of(stages) else None
@@ -191,6 +183,26 @@ def prepare(
         context_limit(stages.model),
         _look_at(model, stages, sharded),
     )
+
+
+def _fused_spec(
+    stages: CausalLMStages,
+    wanted: Kernels,
+    linears: AccumulatingLinears,
+    sharded: ShardedModel | None,
+) -> ModelSpec:
+    """Choose the code that modules run, and return the model's sizes. Raises UnsupportedError."""
+    at, is_cut = stages.device, sharded is not None and sharded.tensor is not None
+    if not is_cut:  # slices of weights have their own shells
+        adds = wanted.accumulate and wanted.products is None
+        linears.adds = adds and adds_products(at, stages.dtype)
+        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
+    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
+    if wanted.products is not None:  # after the layers were compared with the model's own
+        refuse_float8(stages, at, cut=is_cut)
+        in_float8 = float8_linears(at.type).forward_of
+        fuse_layers(stages, wanted, at, in_float8, linears=linears)
+    return spec
 
 
 def _may_spare(wanted: Kernels, sharded: ShardedModel | None, *, fused: bool) -> bool:
