@@ -2,18 +2,20 @@
 
 Some families give a layer more than the hidden state of the layer before: an input of its own that
 the model makes of the tokens (per-layer inputs), keys and values of an earlier layer (shared K, V),
-or several streams of hidden states (AltUp). A packed tensor has them side by side for each token:
+several streams of hidden states (AltUp), or the embeddings (Zamba). A packed tensor has them side
+by side for each token:
 
-    | hidden state, all streams | input of layer 0 | 1 | ... | K | V | K | V |
+    | hidden state, all streams | input of layer 0 | 1 | ... | K | V | K | V | embedding |
 
 Per-layer inputs for which nothing is trained, as with adapters, are left out: each chunk's calls
 make them again.
 
 Whatever runs between layers sees one hidden state: chunks, groups, copies to main memory, ranks. On
-the way down gradients of shared K, V and of per-layer inputs add up in the packed gradient, so they
-are complete when the layer, or the embedding, that made these tensors runs its backward.
+the way down gradients of shared K, V, of per-layer inputs and of embeddings add up in the packed
+gradient, so they are complete when the layer, or the embedding, that made these tensors runs its
+backward.
 
-Names of modules and arguments are those of Gemma 3n and Gemma 4 in transformers 5.24.
+Names of modules and arguments are those of Gemma 3n, Gemma 4 and Zamba in transformers 5.24.
 """
 
 import re
@@ -25,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-INPUT, SHARED = "per_layer_input", "shared_kv_states"  # arguments of a layer
+# Arguments of a layer.
+INPUT, SHARED, EMBEDDING = "per_layer_input", "shared_kv_states", "original_hidden_states"
 _PIECES = 4  # before shared K, V: hidden state, inputs of layers before, own input, of layers after
 
 
@@ -39,6 +42,7 @@ class Carried:
     trains_inputs: bool  # else each call brings its input, and no packed tensor has it
     layers: int
     shared: tuple[tuple[str, int, int], ...]  # attention type, heads, head dim, of each shared K, V
+    embedding: int = 0  # elements of the embedding, if layers read it
 
     @property
     def width(self) -> int:
@@ -58,13 +62,15 @@ class Carried:
         """Return layer 0's input as a packed tensor, with zeros where later layers put K, V."""
         flat = self.flat(hidden)
         blank = flat.new_zeros(()).expand(*flat.shape[:2], sum(self._of_shared))
-        return torch.cat([flat, *inputs, blank], -1)
+        embedding = [flat] if self.embedding else []
+        return torch.cat([flat, *inputs, blank, *embedding], -1)
 
     def sizes(self, layer: int) -> list[int]:
         """Return the elements of each piece that a layer tells apart in a packed tensor."""
         own = self.inputs * self.trains_inputs
         before, after = layer * own, (self.layers - 1 - layer) * own
-        return [self.hidden * max(1, self.streams), before, own, after, *self._of_shared]
+        hidden = self.hidden * max(1, self.streams)
+        return [hidden, before, own, after, *self._of_shared, self.embedding]
 
     def flat(self, hidden: Tensor) -> Tensor:
         """Return hidden states as the layers give them, with streams first, as [B, T, elements]."""
@@ -106,6 +112,7 @@ class LayerCarry:
     layer: int
     reads: str | None  # attention type of the shared K, V that the layer attends to
     writes: str | None  # of those that it makes
+    embedding: bool = False  # the layer reads the embedding
 
     def run(self, layer: nn.Module, packed: Tensor, keywords: dict[str, Any]) -> Tensor:
         """Call the layer, and return its output as a packed tensor."""
@@ -116,7 +123,10 @@ class LayerCarry:
             at, (_, heads, dim) = self._place(self.reads)
             k, v = (x.unflatten(2, (heads, dim)).transpose(1, 2) for x in pieces[at : at + 2])
             shared[self.reads] = k.contiguous(), v.contiguous()
-        keywords = {**keywords, SHARED: shared}
+        if layout.embedding:
+            keywords = {**keywords, EMBEDDING: pieces[-1].contiguous() if self.embedding else None}
+        else:
+            keywords = {**keywords, SHARED: shared}
         if layout.inputs:
             own = pieces[2] if layout.trains_inputs else keywords[INPUT]
             keywords[INPUT] = own.contiguous()  # a saved view would keep the inputs of all layers
@@ -142,11 +152,20 @@ def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, .
             shared.setdefault(module.layer_type, (module.layer_type, heads, module.head_dim))
     inputs = config.hidden_size_per_layer_input if hasattr(decoder, _PROJECTION) else 0
     streams = config.altup_num_inputs if hasattr(decoder, "altup_projections") else 0
-    if not (shared or inputs or streams):
+    hybrid = [any(hasattr(layer, name) for name in _HYBRID) for layer in layers]
+    if not (shared or inputs or streams or any(hybrid)):
         return ()
     makers = (child for name, child in decoder.named_children() if _MAKES_INPUTS.match(name))
-    trains = any(p.requires_grad for module in makers for p in module.parameters())
-    layout = Carried(config.hidden_size, streams, inputs, trains, len(layers), (*shared.values(),))
+    trains = inputs > 0 and any(p.requires_grad for m in makers for p in m.parameters())
+    layout = Carried(
+        config.hidden_size,
+        streams,
+        inputs,
+        trains,
+        len(layers),
+        (*shared.values(),),
+        config.hidden_size if any(hybrid) else 0,
+    )
     return tuple(
         LayerCarry(
             layout,
@@ -155,11 +174,13 @@ def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, .
             module.layer_type
             if _shares(module, "store_full_length_kv") and module.layer_type in shared
             else None,
+            hybrid[index],
         )
         for index, module in enumerate(attentions)
     )
 
 
+_HYBRID = "shared_transf", "shared_transformer"  # of Zamba's and Zamba 2's hybrid layers
 _PROJECTION = "per_layer_model_projection"
 _MAKES_INPUTS = re.compile("embed_tokens|per_layer_")
 

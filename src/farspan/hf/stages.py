@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from farspan.hf.attention_interface import FirstPositions, position_scale
-from farspan.hf.carried import INPUT, SHARED, LayerCarry, carries_of, named_arguments
+from farspan.hf.carried import EMBEDDING, INPUT, SHARED, LayerCarry, carries_of, named_arguments
 from farspan.hf.edits import layer_signature
 from farspan.hf.swap import Module, StandIn, shell_of
 from farspan.hf.unsupported import (
@@ -311,6 +311,7 @@ class CausalLMStages:
         for call, carry in zip(record.calls, self.carries, strict=bool(self.carries)):
             call.carry = carry
             call.keywords.pop(SHARED, None)
+            call.keywords.pop(EMBEDDING, None)
         if self._caches is None:
             self._caches = self._given_caches(record.calls)
         for index, (call, names) in enumerate(zip(record.calls, self._caches, strict=True)):
