@@ -290,6 +290,7 @@ class ModelSpec:
     routers: bool = False  # the loss has a part of its routers, which choose experts
     carried: int = 0  # elements of a token that layers pass on besides the hidden state
     embeds: bool = False  # cells embed their tokens again, for inputs that layers get of them
+    shares: bool = False  # layers share weights with one another
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""

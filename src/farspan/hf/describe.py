@@ -91,6 +91,7 @@ def _described(
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
         embeds=stages.asks_tokens,
+        shares=stages.shares_weights,
     )
 
 

@@ -257,6 +257,12 @@ class CausalLMStages:
         return bool(self.carries) and self.carries[0].layout.asks_tokens
 
     @property
+    def shares_weights(self) -> bool:
+        """True if layers share weights with one another, as Zamba's share an attention block."""
+        each = sum(len(list(layer.parameters())) for layer in self.layers)
+        return each > len(list(self.layers.parameters()))
+
+    @property
     def _embedding(self) -> Tensor:
         return cast(Tensor, self.model.get_input_embeddings().weight)
 
