@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.activations import SavedActivations
+from farspan.activations import SavedActivations, is_recording, remade, rerun
+from farspan.distributed.context import ParallelContext
+from farspan.engine.step import Step
+from farspan.profile.catalog import find_config
+from farspan.profile.model import Variant
+from farspan.profile.store import Profiles
+from farspan.program.layout import Layout
+from farspan.spec import Kernels, Schedule, Tier
+from tests.engine.checks import Outcome, assert_same_bits, draw, run_step
+from tests.ranks import run_ranks
+from tests.zoo import make_model
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.clone(),
@@ -107,3 +117,134 @@ def test_a_sealed_cell_holds_no_tensor() -> None:
     del source
     assert alive() is None
     assert not isinstance(packed, Tensor)
+
+
+# -- tensors that the backward computes again ----------------------------------------------------
+
+
+def differentiated(
+    forward: Callable[[Tensor, Tensor], Tensor], *, recorded: bool, spoiled: bool = False
+) -> tuple[int, Tensor, Tensor, Tensor]:
+    """The bytes that are stored of a forward, its result and its gradients; `spoiled`: what was
+    stored is overwritten before the backward."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(6, 6, generator=generator).requires_grad_() for _ in range(2))
+    cell = SavedActivations([weight], {})
+    if not recorded:
+        out = forward(x, weight)
+        dx, dweight = torch.autograd.grad(out.sum(), (x, weight))
+        return 0, out.detach(), dx, dweight
+    with cell.hooks():
+        assert is_recording()
+        out = forward(x, weight)
+    assert not is_recording()
+    size, store = cell.size(), store_for(cell)
+    cell.seal(store)
+    cell.restore(torch.zeros_like(store) if spoiled else store.clone(), {})
+    dx, dweight = torch.autograd.grad(out.sum(), (x, weight))
+    return size, out.detach(), dx, dweight
+
+
+LINE = 192  # bytes of 36 elements in fp32, aligned
+
+
+def test_an_output_that_is_made_again_is_not_stored() -> None:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return remade(torch.exp(x.detach()), torch.exp, x) @ weight @ (x @ weight)
+
+    plain, found = (differentiated(forward, recorded=r) for r in (False, True))
+    assert all(map(torch.equal, found[1:], plain[1:]))
+    stored = found[0]
+    assert stored == 3 * LINE  # x, and the two products; the first is of what is made of x
+    spoiled = differentiated(forward, recorded=True, spoiled=True)
+    assert not torch.equal(spoiled[3], plain[3])
+
+
+def test_code_that_runs_again_stores_its_inputs() -> None:
+    """The same graph, so the same gradients, bit by bit: what reaches x is added in one order."""
+
+    def norm(x: Tensor) -> Tensor:
+        return x.pow(2).mean(-1, keepdim=True).rsqrt() * x * x.sigmoid()
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return rerun(norm, x) @ weight + x.tanh()
+
+    plain, found = (differentiated(forward, recorded=r) for r in (False, True))
+    assert all(map(torch.equal, found[1:], plain[1:]))
+    assert found[0] == 2 * LINE  # x, and what tanh saves
+
+
+@pytest.mark.parametrize("change", ["output", "view", "same"])
+def test_what_is_not_as_it_was_made_is_stored_itself(change: str) -> None:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        made = torch.exp(x.detach())
+        if change == "view":  # of a tensor that has more
+            made = torch.stack([made, made])[1]
+        if change == "same":
+            made = x.detach()
+        out = remade(made, torch.exp, x)
+        if change == "output":
+            out.mul_(2)
+        return out @ weight + x
+
+    plain, found = (differentiated(forward, recorded=r) for r in (False, True))
+    assert all(map(torch.equal, found[1:], plain[1:]))
+
+
+SCHEDULE = Schedule(
+    chunk=8,
+    groups=2,
+    attention_save_fraction=1.0,
+    activation_save_fraction=0.6,
+    activations=Tier.HOST,
+)
+
+
+def both_ways(family: str, dtype: torch.dtype, layout: Layout | None = None) -> list[int]:
+    """Two steps whose kept cells compute again what they can, and two that store it: the same bits.
+    Returns the bytes that a token and layer stores, either way."""
+    found: dict[bool, tuple[int, Outcome]] = {}
+    data = draw(34, batch=2, documents=2)
+    for remake in (True, False):
+        model = make_model(family, dtype)
+        ranks = None if layout is None else ParallelContext(layout, torch.device("cpu"))
+        step = Step(model, SCHEDULE, kernels=Kernels(remake=remake), ranks=ranks, poison=True)
+        runs = [run_step(model, step, data) for _ in range(2)]
+        assert_same_bits(*runs)
+        found[remake] = step.model_spec.layers[-1].activation_bytes, runs[1]
+    assert_same_bits(found[True][1], found[False][1])
+    return [found[True][0], found[False][0]]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "share"),
+    [
+        ("qwen2", torch.float64, 0.5),
+        ("phi3", torch.bfloat16, 0.4),
+        ("gemma2", torch.float32, 0.5),
+        ("gpt2", torch.float32, 0.95),  # one norm of those that it has; its MLP has no gate
+        ("qwen3_next", torch.float32, 0.95),
+    ],
+)
+def test_a_step_that_keeps_less_has_the_same_bits(
+    family: str, dtype: torch.dtype, share: float
+) -> None:
+    less, whole = both_ways(family, dtype)
+    assert less <= share * whole
+
+
+def test_ranks_that_keep_less_have_the_same_bits() -> None:
+    for less, whole in run_ranks(2, both_ways, "qwen2", torch.float64, Layout(ulysses=2)):
+        assert 2 * less < whole
+
+
+def test_qwen_keeps_a_hundred_kilobytes_of_a_token_and_layer() -> None:
+    """143 of products and of what they are made from; 98 of what only products give."""
+    profiles = Profiles(find_config("Qwen2.5-7B"), "Qwen2.5-7B", "Qwen2.5-7B")
+    spec = profiles.of(Variant("bfloat16", 0, True, True)).spec
+    layer, hidden = spec.layers[0], spec.hidden * spec.element_bytes
+    assert layer.activation_bytes + hidden <= 100_000
+    inner = 18944 * spec.element_bytes
+    q, twice = layer.query_heads * layer.head_dim * spec.element_bytes, 2 * inner
+    numbers = layer.activation_bytes - (hidden + q + twice)  # x of the second norm, q, gate, up
+    assert 0 < numbers < 1024  # cos, sin, and what norms divide by

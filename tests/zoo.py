@@ -306,6 +306,12 @@ INDEXED = {
 FURTHER |= dict.fromkeys(
     ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), Family(INDEXED)
 )
+FURTHER |= {  # some layers attend to the tokens that an earlier one chose
+    "glm_moe_dsa_shared": Family(
+        {**INDEXED, "indexer_types": ["full", "shared"] * 2}, kind="glm_moe_dsa"
+    ),
+    "hy_v4": Family({**INDEXED, "indexer_types": ["full", "full", "shared", "shared"]}),
+}
 if not OWN_ATTENTION:
     FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 

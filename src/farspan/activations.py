@@ -8,12 +8,19 @@ sealed, so one copy takes a cell to the host and one brings it back (MEMO 4.1).
 The copy is of memory, not of tensors: once for each storage, the span that saved views cover. So
 the halves of a fused projection are stored together, and a view comes back with its strides and
 alignment. Kernels choose by these, and the backward must give the same bits.
+
+Tensors that no product makes are not stored: outputs that were passed to `remade`, such as a
+norm's, and what `rerun` computes between. The backward computes them again, by the same kernels
+from inputs of the same layout, so to the same bits.
 """
 
 import sys
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +56,38 @@ class _Sparse:
     coalesced: bool
 
 
-Packed = Tensor | _View | _Sparse
+@dataclass(slots=True)
+class _Remade:
+    """A new tensor that a function computes from others, which are packed once it is saved."""
+
+    out: Tensor | None  # keeps the memory alive, so that its storage identifies it, until `seal`
+    version: int  # of `out`: its content is the function's while this is the same
+    make: Callable[..., Tensor]
+    inputs: tuple[Any, ...]  # tensors; packed once `packed`
+    packed: bool = False
+
+
+@dataclass(slots=True)
+class _Rerun:
+    """Code whose saved tensors, apart from its inputs, are computed again when they are needed."""
+
+    run: Callable[..., Tensor]
+    inputs: tuple[Any, ...]  # as of `_Remade`
+    needs_grad: tuple[bool, ...]
+    packed: bool = False
+    count: int = 0  # of tensors that it saves
+    again: dict[int, Tensor] = field(default_factory=dict)  # computed again, not yet taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """A tensor saved inside code that is run again, by its number there."""
+
+    of: _Rerun
+    number: int
+
+
+Packed = Tensor | _View | _Sparse | _Between
 
 
 @dataclass(slots=True)
@@ -79,16 +117,82 @@ class SavedActivations:
         self._spans: dict[int, _Span] = {}
         self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
         self._beyond: dict[int, tuple[int, Tensor]] = {}  # storage: low, the span's bytes
+        self._remade: dict[int, _Remade] = {}  # by storage
         self._bytes: Tensor | None = None
         self.references: set[str] = set()  # named tensors that the graph saved
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Return saved-tensor hooks, under which the cell's forward records what autograd saves."""
-        pack, unpack = self.pack, self.unpack
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Record what autograd saves while the body runs the cell's forward."""
+        token = _recording.set(self)
+        try:
+            with self._hooks(self.pack):
+                yield
+        finally:
+            _recording.reset(token)
+
+    def _hooks(self, pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+        unpack = self.unpack
         # Compiled modules save in frames that the compiler watches; it must not trace these hooks.
         if "torch._dynamo" in sys.modules:
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
         return saved_tensors_hooks(pack, unpack)
+
+    # -- tensors that are computed again ---------------------------------------------------------
+
+    def note(self, out: Tensor, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        """Save `inputs` in place of `out`, the result of `make(*inputs)`. It is saved itself if it
+        does not fill a storage of its own, or changes later."""
+        whole = _start(out) == 0 and _reach(out) == out.untyped_storage().nbytes()
+        if whole and out.numel() and _storage(out) not in map(_storage, inputs):
+            held = tuple(x.detach() for x in inputs)
+            self._remade[_storage(out)] = _Remade(out.detach(), out._version, make, held)
+
+    def rerun(self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        """Return `run(*inputs)`, of which nothing but the inputs is saved."""
+        held = tuple(x.detach() for x in inputs)
+        of = _Rerun(run, held, tuple(x.requires_grad for x in inputs))
+        own = {_storage(x) for x in inputs}
+
+        def pack(tensor: Tensor) -> Packed:
+            if not self._is_between(tensor, own):
+                return self.pack(tensor)
+            if not of.packed:
+                of.inputs, of.packed = tuple(map(self._pack, of.inputs)), True
+            of.count += 1
+            return _Between(of, of.count - 1)
+
+        with self._hooks(pack):
+            out = run(*inputs)
+        self.note(out, run, inputs)
+        return out
+
+    def _is_between(self, tensor: Tensor, inputs: set[int]) -> bool:
+        known = tensor.layout is not torch.strided or _storage(tensor) in inputs
+        return not known and not self._is_of_parameter(tensor)
+
+    def _take(self, packed: _Between) -> Tensor:
+        """Return a tensor that rerun code saves, running it again unless it waits from before."""
+        of = packed.of
+        if packed.number in of.again:
+            return of.again.pop(packed.number)
+        pairs = zip(map(self.unpack, of.inputs), of.needs_grad, strict=True)
+        leaves = [x.detach().requires_grad_(needs) for x, needs in pairs]
+        own, found = {_storage(x) for x in leaves}, list[Tensor]()
+
+        def collect(tensor: Tensor) -> Any:
+            if self._is_between(tensor, own):
+                found.append(tensor.detach())
+
+        with torch.enable_grad(), saved_tensors_hooks(collect, lambda nothing: nothing):
+            of.run(*leaves)
+        assert len(found) == of.count, "code saved other tensors when it ran again"
+        of.again = dict(enumerate(found))
+        return of.again.pop(packed.number)
+
+    def _make(self, of: _Remade) -> Tensor:
+        with torch.no_grad():
+            return of.make(*map(self.unpack, of.inputs))
 
     def pack(self, tensor: Tensor) -> Packed:
         if tensor.layout is torch.sparse_coo:  # adapters of PEFT's SHiRA and FRoD
@@ -105,6 +209,11 @@ class SavedActivations:
                 offset = _start(tensor) - _start(base)
                 return _View(name, offset, tensor.shape, tensor.stride(), tensor.dtype)
         address, offset = _storage(tensor), _start(tensor)
+        remade = self._remade.get(address)
+        if remade is not None and tensor._version == remade.version:
+            if not remade.packed:
+                remade.inputs, remade.packed = tuple(map(self._pack, remade.inputs)), True
+            return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
         low, high = offset // ALIGNMENT * ALIGNMENT, offset + _reach(tensor)
         span = self._spans.setdefault(address, _Span(tensor.detach(), low, high))
         span.low, span.high = min(span.low, low), max(span.high, high)
@@ -144,6 +253,9 @@ class SavedActivations:
         """Drop all saved tensors. Else none would be freed: a named tensor refers to its graph, the
         graph by its hooks to this object, and the garbage collector does not see such a cycle."""
         self._spans, self._named = {}, {}
+        self._remade = {address: of for address, of in self._remade.items() if of.packed}
+        for of in self._remade.values():
+            of.out = None
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
         """Give the backward the sealed bytes and, by name, tensors that are in buffers."""
@@ -157,9 +269,13 @@ class SavedActivations:
             return torch.sparse_coo_tensor(
                 indices, values, packed.shape, is_coalesced=packed.coalesced, check_invariants=False
             )
+        if isinstance(packed, _Between):
+            return self._take(packed)
         if isinstance(packed.source, str):
             base = self._named[packed.source]
             start = int(base.storage_offset()) * base.element_size() + packed.offset
+        elif packed.source in self._remade:
+            base, start = self._make(self._remade[packed.source]), packed.offset
         elif packed.source in self._beyond:
             low, base = self._beyond[packed.source]
             start = packed.offset - low
@@ -169,6 +285,36 @@ class SavedActivations:
             base = self._bytes
             start = int(base.storage_offset()) + place + packed.offset - low
         return _typed(base, start, packed.shape, packed.stride, packed.dtype)
+
+
+_recording: ContextVar[SavedActivations | None] = ContextVar("recording", default=None)
+
+
+def is_recording() -> bool:
+    """Return whether the forward that runs is of a cell whose saved tensors are stored."""
+    return _recording.get() is not None
+
+
+def remade(out: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return `out`, in place of which a cell stores the inputs.
+
+    Args:
+        out: A new tensor, the result of `make(*inputs)`.
+        make: Gives the same bits whenever it runs, without autograd.
+        inputs: Tensors that autograd saves anyway, or parameters.
+    """
+    saved = _recording.get()
+    if saved is not None:
+        saved.note(out, make, inputs)
+    return out
+
+
+def rerun(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return `run(*inputs)`; a cell stores the inputs, and runs the code again for all else that
+    autograd saves in it, and for its output. The code draws no random numbers and keeps no state.
+    """
+    saved = _recording.get()
+    return run(*inputs) if saved is None else saved.rerun(run, inputs)
 
 
 def _within(tensor: Tensor, base: Tensor) -> bool:

@@ -172,6 +172,7 @@ class Kernels:
     # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.
     fused: bool = True
     accumulate: bool = True  # on CUDA, products add weight gradients to their sums themselves
+    remake: bool = True  # kept layers compute norms' outputs and act(gate) * up again
     compile: bool = False  # run norms and dense MLPs of the layers through torch.compile
     deterministic: bool = False  # on CUDA, the same bits from the same step, slower
 
@@ -181,7 +182,7 @@ class Kernels:
                 f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
             )
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
-        for field in ("fused", "accumulate", "compile", "deterministic"):
+        for field in ("fused", "accumulate", "remake", "compile", "deterministic"):
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise UnsupportedError(f"{field}: expected true or false, got {value!r}")
@@ -205,6 +206,7 @@ class LayerWork:
     projections: int = 0  # number of products, the first ones, before attention
     forward_traffic: int = 0  # bytes that operations other than products read and write
     backward_traffic: int = 0
+    remade_traffic: int = 0  # of computing again, in a backward, what a kept cell does not store
     feed_forward: int = 0  # number of products, the last ones, in the feed-forward
     skippable: bool = True  # no gradient depends on the value of the feed-forward's output
     packed: int = 0  # bytes that quantised weights save compared with the model's dtype
@@ -232,6 +234,7 @@ class Indexer:
     tokens: int  # that a query chooses
     rotated: int = 0  # elements of an index key that RoPE rotates
     wide: bool = False  # index keys have the accumulate dtype
+    passed: bool = False  # later layers attend to the chosen tokens too; of these, dim is 0
 
     def piece(self, tokens: int) -> int:
         """Return how many queries are scored at one time in a sequence of `tokens` tokens."""
@@ -289,7 +292,8 @@ class ModelSpec:
     trainable: int = 0  # elements that receive a gradient
     routers: bool = False  # the loss has a part of its routers, which choose experts
     carried: int = 0  # elements of a token that layers pass on besides the hidden state
-    embeds: bool = False  # cells embed their tokens again, for inputs that layers get of them
+    # Elements of the inputs that layers get of a token, if cells make these of its id again.
+    embeds: int = 0
     shares: bool = False  # layers share weights with one another
 
     def cut(self, loss: Objective) -> Cut:
@@ -354,6 +358,7 @@ class Rates:
     # Bytes per query or key, head and element of an attention backward, besides its inputs and
     attention_workspace: float = 0.0  # results; 0: not known
     kernel: AttentionKernel | None = None  # the fastest, with these curves; None: not compared
+    backward_kernel: AttentionKernel | None = None  # the fastest backward; None: `kernel`
     deterministic: float = 1.0  # factor on attention's time if it is deterministic
     # Attention to chosen pages, by its own kernels; None: as attention without a mask.
     chosen_forward: Curve | None = None

@@ -20,7 +20,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.kernels import reference
 from farspan.kernels.operations import Norm
 from farspan.spec import Kernels, Schedule
-from tests.engine.checks import assert_close, draw, run_oracle, run_step
+from tests.engine.checks import assert_close, assert_same_bits, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of
 from tests.kernels.cases import round_bfloat16
 from tests.numerics import relative_error
@@ -34,6 +34,10 @@ SCHEDULE = Schedule(
     chunk=8, groups=1, attention_save_fraction=0.5, activation_save_fraction=0.5, loss_chunk_size=5
 )
 SMALL = {"num_hidden_layers": 2, "intermediate_size": 48}
+NORMED = 16  # rows that are normed of a token: in two layers of Qwen3, the most of the families
+
+
+RULES = rules(remakes=False)
 
 
 def known(module: nn.Module, name: str = "") -> set[str]:
@@ -41,7 +45,7 @@ def known(module: nn.Module, name: str = "") -> set[str]:
     found: set[str] = set()
     for child_name, child in module.named_children():
         found |= known(child, f"{name}.{child_name}".strip("."))
-    return found | ({name} if any(rule(module) is not None for rule in rules()) else set())
+    return found | ({name} if any(rule(module) is not None for rule in RULES) else set())
 
 
 NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -82,7 +86,7 @@ def test_what_only_looks_like_one_runs_as_it_is() -> None:
     assert known(Scaled(1.001)) == set()
     own_way = Scaled(1.0)
     own_way.forward = lambda x: x  # type: ignore[method-assign]
-    assert in_shells(own_way, rules()) is own_way
+    assert in_shells(own_way, RULES) is own_way
 
 
 def decorated(forward: Callable[..., Any], count: list[int]) -> Callable[..., Any]:
@@ -141,7 +145,14 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.detach(), *torch.autograd.grad(out, halves, dout)
 
     monkeypatch.setattr("farspan.engine.gradients.swiglu_again", again)
-    for name, function in (("normed", normed), ("gated", reference.gated), ("rotated", rotated)):
+    functions: dict[str, Callable[..., Any]] = {
+        "normed": normed,
+        "rms_norm": lambda *given: (normed(*given),),
+        "gated": reference.gated,
+        "swiglu": reference.gated,
+        "rotated": rotated,
+    }
+    for name, function in functions.items():
         monkeypatch.setattr(f"farspan.hf.fused_layers.{name}", function)
 
 
@@ -315,6 +326,10 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
         torch.use_deterministic_algorithms(True)  # as the others of this process have it
 
 
+def _saved_bytes(step: Step) -> int:
+    return sum(layer.activation_bytes for layer in step.model_spec.layers)
+
+
 def _measured(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, list[float]]:
     exact = make_model(family, torch.float64, **changes)
     model: Any = make_model(family, torch.float64, **changes)
@@ -329,6 +344,9 @@ def _measured(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[
             step = Step(model, SCHEDULE, kernels=Kernels(fused=fused), poison=True)
             assert step.prepared_model.fused == fused
             runs = [run_step(model, step, DATA) for _ in range(2)]
+            whole = Step(model, SCHEDULE, kernels=Kernels(fused=fused, remake=False))
+            assert _saved_bytes(whole) > _saved_bytes(step)
+            assert_same_bits(run_step(model, whole, DATA), runs[1])
             evaluated = float(relative_error(step.evaluate(*DATA), expected.loss))
         wide = torch.cat([g.flatten() for g in expected.gradients.values()])
         named = [torch.cat([r.gradients[n].flatten() for n in expected.gradients]) for r in runs]
@@ -364,6 +382,6 @@ def test_a_step_on_the_kernels(
     assert found["fused"][0] <= 2 * found["plain"][0] + floor
     assert found["fused loss"][0] <= 2 * found["plain loss"][0] + floor
     assert found["fused"][1] <= 2 * found["plain"][1] + floor
-    # In bf16 operators save what they compute in fp32.
-    assert found["fused bytes"] < found["plain bytes"]
+    # Of each row that is normed, the kernels also keep a number in fp32.
+    assert 0 <= found["fused bytes"][0] - found["plain bytes"][0] <= 4 * NORMED
     assert found["fused"][0] > 0

@@ -1,6 +1,7 @@
 """Layers whose queries attend to the tokens that an indexer chooses: exact, and predicted."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ from tests.zoo import INDEXED, make_model
 exactly = pytest.mark.usefixtures("float64_throughout")
 
 FAMILY = "deepseek_v32"
-FAMILIES = (FAMILY, "glm_moe_dsa", "axk2", "dots3_note_text")
+SHARED = "glm_moe_dsa_shared", "hy_v4"  # some layers attend to what an earlier one chose
+FAMILIES = (FAMILY, "glm_moe_dsa", "axk2", "dots3_note_text", *SHARED)
 LAYOUTS = {"pipeline": Layout(pipeline=2), "data": Layout(data=2)}
 SHARING = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
 DOCUMENTS = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
@@ -88,7 +90,7 @@ def test_the_choice_counts() -> None:
 
 
 @exactly
-@pytest.mark.parametrize("family", [FAMILY, "dots3_note_text"])
+@pytest.mark.parametrize("family", [FAMILY, "dots3_note_text", *SHARED])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_is_exact(name: str, family: str) -> None:
     model = make_model(family)
@@ -96,6 +98,13 @@ def test_a_step_is_exact(name: str, family: str) -> None:
     for tokens, documents in ((37, 0), (53, 3)):
         data = draw(tokens, batch=2, documents=documents, seed=documents)
         assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+@exactly
+def test_later_layers_are_given_a_choice_whose_own_attention_is_known() -> None:
+    model, data = make_model(SHARED[0]), draw(37, batch=2)
+    schedule = Schedule(chunk=9, groups=(3, 1), layer_checkpoint=True, attention_save_fraction=1.0)
+    assert_close(run_step(model, schedule, data), run_oracle(model, data))
 
 
 @exactly
@@ -140,7 +149,8 @@ def over_two(names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         inputs = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
-        cases = [Case(name, Schedule(chunk=9, groups=2), inputs, FAMILY)]
+        schedule = Schedule(chunk=9, groups=2)
+        cases = [Case(name, schedule, inputs, family) for family in (FAMILY, SHARED[0])]
         wrong += outcomes_of(LAYOUTS[name], cases)
     return wrong
 
@@ -168,15 +178,9 @@ def test_another_choice_is_refused() -> None:
         Step(make_model(FAMILY), KEPT, kernels=Kernels(attention=AttentionKernel.FLASH))
 
 
-def test_a_choice_that_an_earlier_layer_made_is_refused() -> None:
-    model = make_model("glm_moe_dsa", indexer_types=["full", "shared"] * 2)
-    with pytest.raises(UnsupportedError, match="tokens that an earlier layer chose"):
-        Step(model, KEPT)
-
-
 # -- memory ---------------------------------------------------------------------------------------
 
-SIZES = {
+SIZES: dict[str, Any] = {
     **INDEXED,
     **{"index_topk": 60, "intermediate_size": 112, "mlp_layer_types": ["dense"] * 2},
 }
@@ -189,6 +193,14 @@ def test_memory_is_predicted(name: str, dtype: torch.dtype) -> None:
     model = make(FAMILY, dtype, **SIZES)
     for batch in (1, 2):
         agree(Step(model, in_chunks(name, 230)), batch, 230, CLOSE)
+
+
+def test_memory_of_choices_that_layers_pass_on_is_predicted() -> None:
+    """In bfloat16 two elements of a hidden state hold the number of a token."""
+    model = make("glm_moe_dsa", torch.bfloat16, **SIZES, indexer_types=["full", "shared"])
+    step = Step(model, in_chunks("grouped", 230))
+    assert step.model_spec.carried == 2 * SIZES["index_topk"]
+    agree(step, 1, 230, CLOSE)
 
 
 def test_memory_is_predicted_with_keys_on_the_host() -> None:

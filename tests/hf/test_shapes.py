@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from farspan.ask import Request
 from farspan.hf.describe import describe, describe_config, describe_shapes, with_work
+from farspan.hf.fused_layers import fuse
 from farspan.hf.load import blank_model
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import Kernels, LayerWork, ModelSpec, UnsupportedError
@@ -27,8 +29,15 @@ def unread(name: str, dtype: torch.dtype) -> ModelSpec:
     return describe_shapes(blank_model(config, dtype))
 
 
+def in_shells(model: PreTrainedModel) -> CausalLMStages:
+    """The model's stages as a step on PyTorch's operators runs them."""
+    stages = CausalLMStages(model)
+    fuse(stages, PLAIN, stages.device)
+    return stages
+
+
 def read(name: str, dtype: torch.dtype) -> ModelSpec:
-    stages = CausalLMStages(make_model(name, dtype))
+    stages = in_shells(make_model(name, dtype))
     return with_work(stages, describe(stages))
 
 
@@ -84,7 +93,7 @@ def test_a_recurrent_model_as_it_is_saved(tmp_path: Path) -> None:
     model = make_model("nemotron_h", torch.bfloat16)
     model.config.save_pretrained(tmp_path)
     found = Request(str(tmp_path), 64, "h200").question().model
-    stages = CausalLMStages(model)
+    stages = in_shells(model)
     expected = with_work(stages, describe(stages))
     assert bare(found).layers[:3] == bare(expected).layers[:3]  # the last has experts
     assert found.parameters == expected.parameters

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from farspan.engine.step import Step
 from farspan.hf.describe import describe, describe_config, with_work
+from farspan.hf.fused_layers import fuse
 from farspan.hf.load import load_config, load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_dropout, refuse_model
-from farspan.spec import Schedule, Tier, UnsupportedError
+from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import part_of
 from tests.zoo import (
@@ -158,6 +159,7 @@ def test_what_text_does_not_meet_is_frozen(kind: str) -> None:
 @pytest.mark.parametrize("kind", part_of(KINDS, *list(KINDS)[1::4]))
 def test_without_weights_it_is_described_as_it_is(kind: str) -> None:
     stages = CausalLMStages(make(kind, torch.bfloat16))
+    fuse(stages, Kernels(fused=False), stages.device)
     assert describe_config(fields(kind), "bfloat16") == with_work(stages, describe(stages))
 
 

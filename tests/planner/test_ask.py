@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from farspan.planner.machines import machine
 from farspan.planner.request import Optimizer
 from farspan.planner.states import gradient_bytes, states
 from farspan.planner.walk import Walk
+from farspan.profile.catalog import find_config
 from farspan.profile.model import Variant
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout
-from farspan.spec import RunSpec, Schedule, UnsupportedError
+from farspan.spec import Kernels, RunSpec, Schedule, UnsupportedError
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -240,9 +242,21 @@ def test_presets_of_any_family_are_planned_by_their_profiles() -> None:
     assert cut.profile is not None
     assert cut.profile.variant == Variant("bfloat16", 12)
     assert 0 < cut.model.trainable == question.model.trainable < question.model.parameters
-    assert cut.model.layers[0].activation_bytes > question.model.layers[0].activation_bytes
+    ours, plain = (one.model.layers[0].work for one in (question, cut))
+    assert plain.forward_traffic > ours.forward_traffic
     with pytest.raises(UnsupportedError, match=r"^lora: "):
         Request(name, "64K", "h200", lora=-1).question()
+
+
+def test_a_plan_without_tensors_made_again_keeps_more() -> None:
+    """`kernels.remake: false` is planned by a profile of its own, which does not ship."""
+    small = {**find_config("Qwen2.5-0.5B"), "num_hidden_layers": 2}
+    ask = partial(Request, small, "8K", "h200")
+    less, whole = (ask(kernels=Kernels(remake=remake)).question() for remake in (True, False))
+    of = [one.model.layers[0] for one in (less, whole)]
+    made_again = 2 * (2 * whole.model.hidden + 4864)  # norms' outputs, and act(gate) * up
+    assert of[1].activation_bytes - of[0].activation_bytes == made_again
+    assert of[0].work.remade_traffic - of[1].work.remade_traffic > made_again
 
 
 def test_planning_by_what_ships_needs_no_torch() -> None:

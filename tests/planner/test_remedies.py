@@ -147,13 +147,16 @@ def test_adapters_that_are_tried_are_those_of_the_option() -> None:
 
 
 def test_the_weights_beside_adapters_are_quantised() -> None:
-    """What is tried is the question of the options; not of several devices, nor twice."""
+    """What is tried is the question of the options, on several devices, too, and not twice."""
     request = Request("Qwen2.5-0.5B", "4K", "h100")
     adapted = replace(request, lora=RANK)
     packed = replace(adapted, quantize="nf4").question()
     assert options(request.question(), lambda q: q == packed) == ["--lora 16 --quantize nf4"]
     assert options(adapted.question(), lambda q: q == packed) == ["--quantize nf4"]
-    assert not options(replace(adapted, gpus=2).question(), lambda q: q.nf4)
+    two = replace(adapted, gpus=2)
+    both = replace(two, quantize="nf4").question()
+    assert options(two.question(), lambda q: q == both) == ["--quantize nf4"]
+    assert options(packed, lambda q: q == both) == ["--gpus 2"]
     assert not any("--quantize" in text for text in options(packed, lambda _: True))
 
 
@@ -270,7 +273,8 @@ def test_quantised_weights_come_from_main_memory_where_neither_is_enough() -> No
     assert options(replace(adapted, quantize="nf4").question(), both) == [on_host]
     there = replace(adapted, optimizer="host", weights="host")
     assert options(there.question(), both) == ["--quantize nf4"]
-    assert not options(replace(adapted, gpus=2).question(), both)
+    two = replace(adapted, gpus=2).question()
+    assert options(two, both) == [f"--quantize nf4 {on_host}"]
 
 
 # Full fine-tuning on one device, as docs/decisions/034 promises it.

@@ -50,6 +50,22 @@ def test_a_batch_costs_as_much_as_its_sequences(kind: type) -> None:
     assert seconds(3) == pytest.approx(3 * seconds(1), rel=1e-9)
 
 
+def test_a_kept_cell_computes_a_little_again() -> None:
+    """Its backward moves `remade_traffic` bytes a token more than that of a graph made again."""
+    asked = question()
+    layers = tuple(
+        replace(layer, work=replace(layer.work, remade_traffic=1000), activation_bytes=64)
+        for layer in asked.model.layers
+    )
+    model = replace(asked.model, layers=layers)
+    program = build_program(model, asked.run, KEPT)
+    prices = Prices(replace(asked, model=model), program)
+    last = [i for i in program.instructions if isinstance(i, Backward) and i.chunk == 3]
+    kept = next(i for i in last if i.activations is not None)
+    more = prices.of(kept).compute - prices.of(replace(kept, activations=None)).compute
+    assert more == pytest.approx(64 * 1000 / asked.machine.memory)
+
+
 Step = tuple[ModelSpec, RunSpec, Schedule]
 
 

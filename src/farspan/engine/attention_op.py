@@ -114,7 +114,7 @@ class ChunkAttention:
             self.write(*((k, v) if self.exchange is None else self.exchange.to_heads(k, v)))
             if not self.goes_on():
                 raise KVWritten
-        chosen = None if self.index is None else keywords["indices"]
+        chosen = keywords["indices"] if self.index is not None and self.index.chosen else None
         if chosen is not None and not chosen.shape[2]:
             chosen = None
         return _Attend.apply(q, k, v, keywords.get("s_aux"), chosen, self, self.call(scale))
@@ -126,7 +126,7 @@ class ChunkAttention:
         own = call.keys()
         if self.write_kv is not None:
             self.write_kv[INDEX].copy_(own.transpose(0, 1))
-        computes = self.mode is AttentionMode.COMPUTE or self.graph
+        computes = self.mode is AttentionMode.COMPUTE or self.graph or call.sizes.passed
         if not (computes and self.index.chosen):
             return call.blank(0)
         keys = self.index.keys(self.key_values, own)

@@ -342,11 +342,13 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_trained(module: nn.Module, x: Tensor) -> bool:
-    """Return whether the weight is a trained parameter without hooks, in the input's dtype."""
+    """Return whether the weight is a trained parameter without hooks, in the input's dtype, in
+    which the product is computed."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or weight._backward_hooks:
         return False
-    return torch.is_grad_enabled() and x.dtype is weight.dtype
+    casts = torch.is_autocast_enabled(x.device.type)
+    return torch.is_grad_enabled() and x.dtype is weight.dtype and not casts
 
 
 def _rows(x: Tensor) -> Tensor:

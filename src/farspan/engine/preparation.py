@@ -217,6 +217,33 @@ def _refuse(stages: CausalLMStages, sharded: ShardedModel | None) -> None:
         refuse_places(stages.model)
 
 
+def _refuse_autocast(model: PreparedModel) -> None:
+    """Raise UnsupportedError unless cells can repeat every operation under autocast, in memory that
+    a plan for the dtype of the weights has."""
+    stages, schedule, spec = model.stages, model.schedule, model.spec
+    reason = ""
+    if stages.dtype is not torch.float32:
+        reason = f"is for float32 weights, and these are {stages.dtype}; leave it out"
+    elif model.sharded is not None:
+        reason = "is not supported on several ranks; load the model in bfloat16"
+    elif spec.is_recurrent():
+        reason = "is not supported with recurrent layers; load the model in bfloat16"
+    elif stages.carries:
+        reason = "is not supported if layers share keys and values; load the model in bfloat16"
+    elif any(layer.indexer is not None for layer in spec.layers):
+        reason = "is not supported if an indexer chooses tokens; load the model in bfloat16"
+    elif schedule is None:
+        reason = "needs a written schedule, as the planner plans for one dtype; give one, such as "
+        reason += "farspan.Schedule(chunk=4096)"
+    elif schedule.activation_save_fraction or schedule.mlp_chunk_size or schedule.sparse:
+        reason = "is not supported with activation_save_fraction, mlp_chunk_size and sparse; leave "
+        reason += "them out"
+    elif model.weights is not None:
+        reason = "is not supported with weights in main memory; leave schedule.weights out"
+    if reason:
+        raise UnsupportedError(f"autocast: it {reason}")
+
+
 def _drops(model: nn.Module) -> bool:
     dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
     return any(m.p > 0 and m.training for m in dropouts)
@@ -262,8 +289,13 @@ class Preparations:
     sharded: ShardedModel | None
     whole_on: ParallelContext | None  # ranks that keep whole weights, which may then move
     device: torch.device | str | None  # that computes, if given
+    autocast: torch.dtype | None = None  # in the model's modules
     now: PreparedModel = field(init=False)
     _kept: list[PreparedModel] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.autocast is not None:  # farspan's own functions compute in the weights' dtype
+            self.wanted = replace(self.wanted, fused=False, accumulate=False, remake=False)
 
     def keep_whole(self) -> None:
         """Make the ranks `whole_on`, if given, keep all weights each and sum gradients among
@@ -326,6 +358,9 @@ class Preparations:
                 device=self.device,
                 weights=weights,
             )
+        if self.autocast is not None:
+            _refuse_autocast(self.now)
+            self.now.stages.autocast = self.autocast
         if self.now.weights is not None:  # their model's device is another from now on
             self.device = self.now.stages.device
         self._kept.append(self.now)

@@ -319,7 +319,8 @@ def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> Mode
 
 
 def _on_stand_ins(config: Mapping[str, Any], variant: Variant, name: str) -> ModelSpec:
-    return replace(describe_config(config, variant.dtype, variant.rank or 0), name=name)
+    rank, remakes = variant.rank or 0, variant.remakes
+    return replace(describe_config(config, variant.dtype, rank, remakes=remakes), name=name)
 
 
 def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelProfile:
@@ -365,7 +366,8 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
                 found = _measure(stages, variant)
         except (UnsupportedError, NotImplementedError, RuntimeError):
             stood_in = copy.deepcopy(blank)
-            return estimated(replace(describe_shapes(stood_in), name=name), variant.rank)
+            spec = describe_shapes(stood_in, remakes=variant.remakes)
+            return estimated(replace(spec, name=name), variant.rank)
         return replace(found, spec=replace(found.spec, name=name))
 
     def made(variant: Variant) -> ModelProfile:
@@ -416,9 +418,8 @@ def _of_whole(
 
 def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
     linears = AccumulatingLinears(adds=variant.adds)
-    if variant.fused or variant.adds:
-        first = (linears.forward_of,) * variant.adds
-        fuse(stages, Kernels(fused=variant.fused), META, *first, linears=linears)
+    kernels = Kernels(fused=variant.fused, remake=variant.remakes)
+    fuse(stages, kernels, META, *(linears.forward_of,) * variant.adds, linears=linears)
     spec = describe_unproven(stages)
     # Profiles do not depend on windows, which kernels apply; the extra layer keeps a graph
     # elsewhere than in the last group.
@@ -478,15 +479,20 @@ def _kind(measured: _Subject, layer: int, variant: Variant) -> tuple[KindProfile
     attended = row_bytes(Kind.ATTENTION, spec, spec.layers[layer], 1)
     cells: dict[str, CellLines] = {}
     plain: list[_Run] = []
+    whole: list[_Run] = []
     for way in _ways(measured, layer, variant):
         runs = [_run_cell(measured, layer, length, way) for length in way.lengths()]
         cells[way.name()] = _Fit(way.lengths(), runs, attended).lines(kept=way.kept)
         if way.graph and not plain:
             plain = runs
+        if way.kept and not whole:
+            whole = runs
     weights = tuple(p.numel() for p in trained_parameters(stages.layers[layer]))
     first = measured.heads_first.pop() if measured.heads_first else False
     measured.heads_first.clear()
     work = _work(measured, layer, plain, variant)
+    remade = _backward_traffic(whole) - _backward_traffic(plain)
+    work = replace(work, remade_traffic=max(0, remade))
     return KindProfile(weights, first, cells), work
 
 
@@ -499,7 +505,6 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant
     before = sum(rows // tokens for _, _, rows in counts.products[: counts.before])
     lengths = _Way().lengths()
     forward = line_of(lengths, [run.forward.counts.traffic for run in runs])
-    backward = line_of(lengths, [run.backward.counts.traffic for run in runs if run.backward])
     return LayerWork(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in trained_parameters(measured.stages.layers[layer])),
@@ -508,8 +513,14 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant
         feed_forward=max(0, len(products) - before - (3 if variant.rank else 1)),
         skippable=_is_skippable(measured, layer),
         forward_traffic=int(forward[1]),
-        backward_traffic=int(backward[1]),
+        backward_traffic=_backward_traffic(runs),
     )
+
+
+def _backward_traffic(runs: Sequence[_Run]) -> int:
+    """Return the bytes that a backward's operations other than products move per token."""
+    of = [run.backward.counts.traffic for run in runs if run.backward]
+    return int(line_of(_Way().lengths(), of)[1])
 
 
 # -- outside the layers -------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from farspan.engine.trace import (
     shortened,
 )
 from farspan.hf.attention_interface import Attention, answering, routed
+from farspan.hf.fused_layers import fuse
 from farspan.hf.stages import CausalLMStages
 from farspan.lazy import without_garbage_collection
 from farspan.profile.catalog import find_config
@@ -45,7 +46,7 @@ from farspan.program.builder import build_program
 from farspan.program.program import Backward, EmbedBackward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import LayerSpec, RunSpec, Tier, UnsupportedError, dtype_name
+from farspan.spec import Kernels, LayerSpec, RunSpec, Tier, UnsupportedError, dtype_name
 
 Marker = Callable[[str], None]
 
@@ -244,6 +245,7 @@ def trace_cells(
     if states is not None:
         recorder.keep(states.tensors)
     stages = CausalLMStages(model)
+    fuse(stages, Kernels(fused=False), META)
     host = Arena(Tier.DEVICE, META)  # also on the meta device: nothing is really copied
     host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
     arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}

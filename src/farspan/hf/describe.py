@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.dropout import still
+from farspan.hf.fused_layers import fuse
 from farspan.hf.indexer import IndexerCall, trained_parameters
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
@@ -27,7 +28,7 @@ from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.swap import put, replacements
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.program.layout import ALIGNMENT
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, UnsupportedError
+from farspan.spec import Kernels, LayerSpec, LayerWork, ModelSpec, UnsupportedError
 
 SIZES = 4 * TOKENS, 8 * TOKENS  # tokens of cells whose saved tensors are counted
 # Scans round their tokens up to a multiple of 64, or at most 256: one token more than a multiple
@@ -90,7 +91,7 @@ def _described(
         trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
-        embeds=stages.asks_tokens,
+        embeds=stages.carries[0].layout.again if stages.carries else 0,
         shares=stages.shares_weights,
     )
 
@@ -274,12 +275,15 @@ def _estimate(
 # -- from a configuration alone -----------------------------------------------------------------
 
 
-def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> ModelSpec:
+def describe_config(
+    fields: Mapping[str, Any], dtype: str, rank: int = 0, *, remakes: bool = True
+) -> ModelSpec:
     """Describe the model of a configuration, the content of a config.json.
 
     Args:
         dtype: Name of a torch dtype.
         rank: Rank of LoRA on every linear module of the layers; 0: none.
+        remakes: Kept cells compute norms' outputs and act(gate) * up again.
 
     Raises:
         UnsupportedError: farspan cannot train the model.
@@ -287,17 +291,18 @@ def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> Mod
     model = blank_model(config_from_fields(fields), getattr(torch, dtype))
     if rank:
         add_adapters(model, rank=rank, alpha=rank)
-    return describe_shapes(model)
+    return describe_shapes(model, remakes=remakes)
 
 
 @torch.no_grad()
-def describe_shapes(model: PreTrainedModel) -> ModelSpec:
+def describe_shapes(model: PreTrainedModel, *, remakes: bool = True) -> ModelSpec:
     """Describe a model with parameters on the meta device, with each layer's work. Zeros replace
     its parameters in place. Exactness in chunks depends on the weights' values and is not checked.
     Raises UnsupportedError if no weights could make the model exact."""
     refuse_dropout(model)
     _stand_in(model)
     stages = CausalLMStages(model)
+    fuse(stages, Kernels(fused=False, remake=remakes), stages.device)
     return with_work(stages, describe_unproven(stages))
 
 

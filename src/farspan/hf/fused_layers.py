@@ -4,27 +4,42 @@ A module is recognised by its results, never by its name: small stand-ins replac
 it is fused if its own code then gives, bit for bit, the result of the formula in
 `kernels.reference`. An unrecognised module runs unchanged.
 
+Kept cells store neither the outputs of norms nor act(gate) * up, but compute them again
+(`activations.remade`), whether the kernels or PyTorch's operators run. With operators, the
+tensors that these save within norms and gates are computed again, too.
+
 The model is not changed: a layer runs in a shell, a shallow copy whose modules share the model's
 parameters and have another forward (see `stages`).
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import permutations
 from types import CellType, FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from farspan.activations import is_recording, remade, rerun
 from farspan.hf.indexer import is_indexer
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.swap import shell_of
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.kernels import reference
 from farspan.kernels.launch import fused_for
-from farspan.kernels.operations import WIDEST, Act, Norm, gated, normed, rotated
+from farspan.kernels.operations import (
+    WIDEST,
+    Act,
+    Norm,
+    gated,
+    normed,
+    rms_norm,
+    rotated,
+    swiglu,
+)
 from farspan.spec import Kernels, UnsupportedError
 
 Forward = Callable[..., Any]
@@ -36,8 +51,11 @@ SCALES = (1.0, 30.0, 1e4)  # of stand-in values: families clamp at 7 to 20
 GRADIENTS = 8  # roundings allowed between gradients that are summed in two orders
 
 
+@dataclass(slots=True)
 class Linears:
     """Calls of a gated MLP's linear modules; `engine.gradients` has a faster subclass for steps."""
+
+    remakes: bool = field(default=True, kw_only=True)  # kept cells compute act(gate) * up again
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the gate and up modules on the same input."""
@@ -45,7 +63,8 @@ class Linears:
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
         """Run the down module on act(gate) * up, and return the MLP's output."""
-        return down(gated(gate, up, act))
+        out = gated(gate, up, act)
+        return down(remade(out, partial(swiglu, act=act), gate, up) if self.remakes else out)
 
 
 PLAIN = Linears()
@@ -98,7 +117,8 @@ def _same(actual: Callable[..., Any], formula: Callable[..., Any], *inputs: Tens
             outs = []
             for function in (actual, formula):
                 leaves = [x.clone().requires_grad_() for x in xs]
-                out = function(*leaves)
+                with torch.enable_grad():
+                    out = function(*leaves)
                 towards = _random(*out.shape, seed=12, dtype=dtype)
                 outs.append((out.detach(), *torch.autograd.grad(out, leaves, towards)))
             if not torch.equal(outs[0][0], expected):
@@ -132,8 +152,9 @@ def _takes(*tensors: Any) -> bool:
 # -- norms -------------------------------------------------------------------------------------
 
 
-def norm_forward(module: nn.Module) -> Forward | None:
-    """Return the fused forward of an RMS norm whose only parameter is one weight vector."""
+def norm_forward(module: nn.Module, remakes: bool = True) -> Forward | None:
+    """Return the fused forward of an RMS norm whose only parameter is one weight vector. With
+    `remakes`, kept cells compute its output again."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if set(parameters) != {"weight"} or weight is None or weight.ndim != 1:
@@ -148,12 +169,18 @@ def norm_forward(module: nn.Module) -> Forward | None:
         return None
     for norm in (Norm(eps), Norm(eps, cast=False), Norm(eps, offset=1.0, cast=False)):
         if _passes(partial(_norms, module, weight.shape[0], norm)):
-            return _kernel_or_own(partial(_normed, norm))
+            return _kernel_or_own(partial(_normed, norm, remakes))
     return None
 
 
-def _normed(norm: Norm, shell: nn.Module, x: Tensor) -> Tensor:
-    return normed(x, cast(Tensor, shell.weight), norm)
+def _normed(norm: Norm, remakes: bool, shell: nn.Module, x: Tensor) -> Tensor:
+    weight = cast(Tensor, shell.weight)
+    out = normed(x, weight, norm)
+    return remade(out, partial(_normed_again, norm), x, weight) if remakes else out
+
+
+def _normed_again(norm: Norm, x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, norm)[0]
 
 
 def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
@@ -178,6 +205,20 @@ def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
 def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
     """Return the fused forward of a gated MLP: an activation and three linear modules, or two if
     gate and up are one module. None if the module is not a gated MLP."""
+    found = _gate_of(module)
+    return None if found is None else _kernel_or_own(partial(_gated, found, linears))
+
+
+class _Gate(NamedTuple):
+    """Names of the modules of a gated MLP: gate and up or both in one, down, the activation."""
+
+    ups: tuple[str, ...]
+    down: str
+    bare: str
+    act: Act
+
+
+def _gate_of(module: nn.Module) -> _Gate | None:
     if list(module.named_parameters(recurse=False)) or module._buffers:
         return None
     bare = [name for name, child in module.named_children() if not list(child.parameters())]
@@ -189,7 +230,7 @@ def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
         return None
     for names in permutations(linear):
         if _passes(partial(_gates, module, names, act)):
-            return _kernel_or_own(partial(_gated, names, act, linears))
+            return _Gate(names[:-1], names[-1], bare[0], act)
     return None
 
 
@@ -232,10 +273,10 @@ class _Times(nn.Module):
         return x @ self.matrix.T.to(x.dtype)
 
 
-def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module, x: Tensor) -> Any:
-    *ups, down = (shell.get_submodule(name) for name in names)
+def _gated(of: _Gate, linears: Linears, shell: nn.Module, x: Tensor) -> Any:
+    ups = [shell.get_submodule(name) for name in of.ups]
     gate, up = linears.pair(ups[0], ups[1], x) if len(ups) == 2 else ups[0](x).chunk(2, -1)
-    return linears.last(down, gate, up, act)
+    return linears.last(shell.get_submodule(of.down), gate, up, of.act)
 
 
 # -- rotary embeddings ---------------------------------------------------------------------------
@@ -299,9 +340,66 @@ def _rotate(
     return plain(q, k, cos, sin, *more, **named)
 
 
-def rules(linears: Linears = PLAIN) -> tuple[Rule, ...]:
-    """Return the rules by which modules get fused forwards."""
-    return norm_forward, partial(gate_forward, linears=linears), rotation_forward
+# -- PyTorch's operators, run again -------------------------------------------------------------
+
+
+def _again_or_own(again: Callable[[nn.Module, Tensor], Any]) -> Forward:
+    """Return a forward that runs `again` in a kept cell, else the module's own code."""
+
+    def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if is_recording() and len(arguments) == 1 and not keywords:
+            return again(shell, *arguments)
+        return type(shell).forward(shell, *arguments, **keywords)
+
+    return forward
+
+
+def norm_again(module: nn.Module) -> Forward | None:
+    """Return the forward of a norm by PyTorch's operators that kept cells run again: a module with
+    vectors as its only parameters that twice gives the same."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if module._modules or module._buffers or {p.ndim for p in parameters.values()} != {1}:
+        return None
+    if not _passes(partial(_repeats, module, parameters)):
+        return None
+    return _again_or_own(lambda shell, x: rerun(partial(type(shell).forward, shell), x))
+
+
+def _repeats(module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
+    stand_ins = {
+        name: nn.Parameter(_random(len(p), seed=1), False) for name, p in parameters.items()
+    }
+    shell = shell_of(module, parameters=stand_ins)
+    x = _random(1, TOKENS, len(next(iter(parameters.values()))), seed=2)
+    with torch.no_grad():
+        first, second = shell(x), shell(x)
+    return first.shape == x.shape and torch.equal(first, second)
+
+
+def gate_again(module: nn.Module) -> Forward | None:
+    """Return the forward of a gated MLP by PyTorch's operators of which kept cells run act(gate) *
+    up again; None if the module is not a gated MLP."""
+    found = _gate_of(module)
+    return None if found is None else _again_or_own(partial(_gated_again, found))
+
+
+def _gated_again(of: _Gate, shell: nn.Module, x: Tensor) -> Any:
+    halves = [shell.get_submodule(name)(x) for name in of.ups]
+    gate, up = halves if len(halves) == 2 else halves[0].chunk(2, -1)
+    act = shell.get_submodule(of.bare)
+    return shell.get_submodule(of.down)(rerun(lambda gate, up: act(gate) * up, gate, up))
+
+
+def rules(
+    linears: Linears = PLAIN, *, fused: bool = True, remakes: bool = True
+) -> tuple[Rule, ...]:
+    """Return the rules by which modules get other forwards: on the kernels if `fused`; with
+    `remakes`, such that kept cells store neither norms' outputs nor act(gate) * up."""
+    found: tuple[Rule, ...] = ()
+    if fused:
+        norms = partial(norm_forward, remakes=remakes)
+        found = norms, partial(gate_forward, linears=linears), rotation_forward
+    return (*found, norm_again, gate_again) if remakes else found
 
 
 def fuse(
@@ -309,13 +407,13 @@ def fuse(
     kernels: Kernels,
     device: torch.device,
     *first: Rule,
-    linears: Linears = PLAIN,
+    linears: Linears | None = None,
 ) -> None:
     """Make the stages run modules on farspan's kernels for `device`, where cells run, if `kernels`
-    enables these. Rules in `first` are tried before the kernels' rules."""
-    found = first
-    if kernels.fused and fused_for(device, stages.dtype):
-        found = *first, *rules(linears)
+    enables these, and keep less in kept cells. Rules in `first` are tried before the others."""
+    linears, fused = linears or Linears(), kernels.fused and fused_for(device, stages.dtype)
+    linears.remakes = kernels.remake
+    found = *first, *rules(linears, fused=fused, remakes=kernels.remake)
     if found:
         stages.run_in(partial(in_shells, rules=found))
 

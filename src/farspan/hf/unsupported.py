@@ -108,12 +108,6 @@ def _refuse_modules(model: PreTrainedModel) -> None:
                 "them to the attention interface; expected a model whose layers attend to all "
                 "tokens or to a window"
             )
-        if getattr(module, "skip_topk", False):
-            raise UnsupportedError(
-                f"model: {path} of {name} attends to the tokens that an earlier layer chose "
-                "(indexer_types: shared), which no layer is given when it runs alone; expected an "
-                "indexer in every layer (indexer_types: full)"
-            )
     for path, module in model.named_modules():
         # The model's own property changes its name between releases; its layers' flag does not.
         if getattr(module, "gradient_checkpointing", False):

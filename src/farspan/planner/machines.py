@@ -324,6 +324,11 @@ def contradictions(spec: MachineSpec) -> Iterator[str]:
             if curve is not None:
                 yield from _curve_contradictions(path, name, curve, rates.peak)
         yield from _softmax_contradictions(path, rates)
+        if {rates.kernel, rates.backward_kernel} == {AttentionKernel.FA3, AttentionKernel.FLASH}:
+            yield (
+                f"{path}.backward_kernel: expected another than {rates.backward_kernel} with "
+                f"kernel {rates.kernel}, as PyTorch has one of both at a time"
+            )
     for name in ("fetch", "evict"):
         alone, together = getattr(spec, name), getattr(spec, f"{name}_together")
         if together > TOGETHER * alone:
@@ -418,7 +423,7 @@ def _rate(path: str, value: object, where: str) -> Any:
     name = path.rsplit(".", 1)[1]
     if name in CURVES or name in OTHER_CURVES:
         return _curve(path, value, where)
-    if name == "kernel":
+    if name in ("kernel", "backward_kernel"):
         if value not in KERNELS:
             raise UnsupportedError(
                 f"{where}: {path}: expected one of {', '.join(KERNELS)}, got {_got(value)}"

@@ -39,6 +39,7 @@ from farspan.program.program import (
     Gather,
     Head,
     Instruction,
+    Load,
     Program,
     Reduce,
     aligned,
@@ -232,7 +233,7 @@ class Prices:
             return classes[i.layer], size, i.mode, put_away, self._tiled.cells.skips(i)
 
         def backward(i: Backward) -> Hashable:
-            return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i)
+            return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i), i.activations is None
 
         def copy(i: Fetch | Evict) -> Hashable:
             return i.source, i.target, sizes[i.chunk]
@@ -246,7 +247,10 @@ class Prices:
             Reduce: _PriceRule(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
             Close: _PriceRule(lambda i: i, self._close),
         }
+        top = len(self.program.model.layers)
+        load = _PriceRule(lambda i: (sizes[i.chunk], i.layer < top), self._load)
         return (streamed if self.program.streams() else {}) | {
+            Load: load,
             Forward: _PriceRule(forward, self._forward),
             Backward: _PriceRule(backward, self._backward),
             Fetch: _PriceRule(copy, self._fetch),
@@ -313,7 +317,8 @@ class Prices:
         trained = work.trainable / work.parameters if work.parameters else 1.0
         compute = self._products(work.products, tokens)
         compute += trained * self._products(work.products, tokens, weights=True)
-        compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
+        traffic = work.backward_traffic + work.remade_traffic * (i.activations is not None)
+        compute += self._moved(traffic * tokens * self.program.run.batch)
         compute += self._moved(work.trainable * self._gradient_traffic(product=True))
         compute += self._tiled.again(i)
         attention = self.attention(i.layer, i.chunk, backward=True)
@@ -394,7 +399,23 @@ class Prices:
     # -- stages outside the layers ---------------------------------------------------------------
 
     def _embed(self, i: Embed) -> Cost:
-        return Cost(compute=self._moved(2 * self._hidden_bytes(i.chunk)))
+        moved = self._moved(2 * self._hidden_bytes(i.chunk))
+        return Cost(compute=moved + self._inputs_of_layers(i.chunk))
+
+    def _load(self, i: Load) -> Cost:
+        """Price the first cell's call, for which a group above the first may embed its tokens
+        again; the head has none."""
+        is_called = self.program.model.embeds and i.layer < len(self.program.model.layers)
+        return Cost(compute=self._inputs_of_layers(i.chunk)) if is_called else NOTHING
+
+    def _inputs_of_layers(self, chunk: int) -> float:
+        model, rows = self.program.model, self.program.run.batch * self._tokens(chunk)
+        if not model.embeds:
+            return 0.0
+        flop = 2.0 * rows * model.hidden * model.embeds
+        # A table is looked up and scaled; a projection is scaled, normed and added.
+        moved = 16 * rows * model.embeds * model.element_bytes
+        return self.rates.product(flop) + self._moved(moved)
 
     def _head(self, i: Head) -> Cost:
         tokens, gradient = self._tokens(i.chunk), i.gradient

@@ -15,7 +15,7 @@ from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import names, read, with_main_memory
 from farspan.planner.request import Budget, Optimizer, Plan, Question, Remedy, margin_of
-from farspan.program.layout import sequence_layout
+from farspan.program.layout import packed_layout, sequence_layout
 from farspan.program.residency import RESIDENCY
 from farspan.spec import LossKind, Quantization, Reference, RunSpec, Tier
 
@@ -183,9 +183,7 @@ def _quantized(question: Question) -> Changes:
     profiles, rank = question.profiles, question.adapter_rank()
     if profiles is None or not rank or question.nf4 or question.dtype == "float64":
         return
-    if question.layout.devices() > 1:
-        return
-    asked = replace(question, nf4=True)
+    asked = replace(question, nf4=True, layout=packed_layout(None, question.layout))
     profile = profiles.of(asked.variant(rank))
     changed = replace(asked, model=profile.spec, profile=profile)
     options = f"--quantize {Quantization.NF4}"
@@ -227,8 +225,7 @@ def _machines(question: Question) -> Changes:
 
 
 def _sharing(question: Question, most: int) -> Changes:
-    # Sparse attention and quantised weights support only one device.
-    if question.sparse is not None or question.nf4:
+    if question.sparse is not None:  # planned for one device so far
         return
     model, each = question.model, question.machine.devices
     devices = 2 * question.layout.devices()
@@ -237,6 +234,8 @@ def _sharing(question: Question, most: int) -> Changes:
         if devices > each:
             means = f"{-(-devices // each)} machines of {each}"
         layout = sequence_layout(model, devices)
+        if question.nf4:
+            layout = packed_layout(None, layout)
         yield Remedy(f"--gpus {devices}", True, means), replace(question, layout=layout)
         devices *= 2
 

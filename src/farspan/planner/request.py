@@ -101,7 +101,8 @@ class Question:
         whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
         adds = whole and self.kernels.accumulate
-        return Variant(self.dtype, rank, fused, adds, nf4=self.nf4)
+        remakes = self.kernels.remake
+        return Variant(self.dtype, rank, fused, adds, nf4=self.nf4, remakes=remakes)
 
     def profiled(self, *, tiled: bool) -> ModelProfile:
         """Return the model's profile, or an estimate for a model known only by its shapes."""

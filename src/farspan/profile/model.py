@@ -40,10 +40,12 @@ class Variant:
     adds: bool = False  # products add weight gradients to their sums
     tiled: bool = False  # token-wise modules may also run on tiles
     nf4: bool = False  # frozen weights of linear modules have four bits
+    remakes: bool = True  # kept cells compute norms' outputs and act(gate) * up again
 
     def key(self) -> str:
         words = [self.dtype, *[f"lora{self.rank}"] * bool(self.rank)]
         words += [name for name in ("fused", "adds", "tiled", "nf4") if getattr(self, name)]
+        words += [] if self.remakes else ["whole"]
         return " ".join(words)
 
 
@@ -206,7 +208,8 @@ class ProfiledCells:
             forward, backward = self._attention(spec, kind, made.heads_first)
         stays = attended if computes and not kind.buffered else 0
         moments = [highest(lines.before, *tokens), highest(lines.after, *tokens) + stays]
-        if kind.graph and spec.indexer is not None:  # its backward attends to the chosen tokens
+        if spec.indexer is not None and (kind.graph or spec.indexer.passed):
+            # A backward, or later layers, attend to the chosen tokens.
             moments.append(at(lines.at, *tokens) + self._choice(spec, kind))
         if computes:
             moments.append(at(lines.at, *tokens) + forward)

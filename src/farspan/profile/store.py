@@ -214,6 +214,7 @@ def _measuring() -> str:
     for part in "attention", "engine", "hf", "kernels", "profile":
         for path in sorted((Path(__file__).parents[1] / part).glob("*.py")):
             digest.update(path.read_bytes())
+    digest.update((Path(__file__).parents[1] / "activations.py").read_bytes())
     return digest.hexdigest()
 
 
@@ -242,6 +243,8 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
             if not layer[name]:
                 del layer[name]
     del value["variant"]["nf4"]
+    if profile.variant.remakes:
+        del value["variant"]["remakes"]
     for name in _NEWER_OF_MODELS:
         if not value["spec"][name]:
             del value["spec"][name]

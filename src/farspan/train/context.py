@@ -168,7 +168,8 @@ def inspect_blank(
     sizes = sizes or [(sum(map(elements, parameters)), trained)]
     fused = kernels.fused and fused_for(device, stages.dtype)
     adds = kernels.accumulate and adds_products(device, stages.dtype)
-    variant = Variant(dtype, rank, fused, adds, nf4=any(map(is_packed, model.modules())))
+    packed = any(map(is_packed, model.modules()))
+    variant = Variant(dtype, rank, fused, adds, nf4=packed, remakes=kernels.remake)
     profiles = profiles_of(model.config.to_dict(), name, measuring=measuring)
     profile = profiles.of(variant)
     if _sizes(profile.spec)[-len(sizes) :] != sizes:  # such as other adapters, or a custom class
@@ -285,7 +286,9 @@ class RunContext:
     def describe(self) -> ModelSpec:
         sharded = self.sharded_model
         if sharded is None:
-            spec = describe(CausalLMStages(self.model), self.device)
+            stages = CausalLMStages(self.model)
+            fuse(stages, self.run.kernels, self.device)
+            spec = describe(stages, self.device)
         else:
             spec = sharded.spec
         return spec if self.weights is None else self.weights.counted(spec)

@@ -6,8 +6,8 @@ Everything that decides a step follows from its number.
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -528,6 +528,31 @@ def train(
         RankFailed: Another rank failed.
     """
     run = run if isinstance(run, RunConfig) else load_run(Path(run))
+    with _joined(run) as (run, world):
+        with ExitStack() as entered:
+            folder, observer = _opened(run, world, reporter, trace, entered)
+            for text in (*notes, *_what_changed(run, world, folder)):
+                observer.note(text)
+            result, loop = _unfinished(run, world), None
+            parts = components or Components()
+            try:
+                loop = _make_loop(run, parts, world, folder, observer, callbacks)
+                entered.enter_context(loop)
+                loop.fit()
+            except Interrupted as stop:
+                result = _stopped(folder, result, loop, stop.signum)
+            except NoScheduleFits as error:
+                _save_beforehand(loop, error)
+                raise
+            else:
+                result = _completed(folder, result, loop)
+        # The folder is unlocked, and signals act as before.
+        return pushed(result, run.hub, world)
+
+
+@contextmanager
+def _joined(run: RunConfig) -> Iterator[tuple[RunConfig, DistributedContext]]:
+    """Let this process join a run's ranks, on its device; yields the run as it began and them."""
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)
     device, values = choose_device(run.device), flatten(to_mapping(run))
@@ -537,48 +562,50 @@ def train(
     with join_run(launch, device, values, run.timeout()) as world:
         run = world.run_on_rank0(partial(as_begun, run))
         world.run_on_rank0(partial(refuse_login, run.hub))
-        folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
-        told = _reporter_of(run, world, folder, reporter)
-        with folder, Interrupt() as interrupt, told, ExitStack() as entered:
-            interrupt.share(world)
-            observer = Observer(told, interrupt, trace)
-            for text in (*notes, *_what_changed(run, world, folder)):
-                observer.note(text)
-            parts = components or Components()
-            result = _fitted(run, parts, world, folder, observer, callbacks, entered)
-        # The folder is unlocked, and signals act as before.
-        return pushed(result, run.hub, world)
+        yield run, world
 
 
-def _fitted(
+def _opened(
     run: RunConfig,
-    parts: Components,
     world: DistributedContext,
-    folder: RunFolder,
-    observer: Observer,
-    callbacks: Sequence[Callback],
+    reporter: Reporter | None,
+    trace: Path | None,
     entered: ExitStack,
+) -> tuple[RunFolder, Observer]:
+    """Open the run's folder, and let signals interrupt the run, until `entered` is left."""
+    folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
+    told = _reporter_of(run, world, folder, reporter)
+    entered.enter_context(folder)
+    interrupt = entered.enter_context(Interrupt())
+    entered.enter_context(told)
+    interrupt.share(world)
+    return folder, Observer(told, interrupt, trace)
+
+
+def _stopped(
+    folder: RunFolder, result: TrainingResult, loop: TrainingLoop | None, signum: int
 ) -> TrainingResult:
-    """Train, compare with the plan, export; if a signal or lack of memory ends this, save."""
-    result = _unfinished(run, world)
-    try:
-        loop = _make_loop(run, parts, world, folder, observer, callbacks)
-    except Interrupted as stop:
-        return replace(result, signum=stop.signum)
-    entered.enter_context(loop)
-    try:
-        loop.fit()
-    except Interrupted as stop:
-        loop.save()
-        return loop.told(_result(folder, result, loop, signum=stop.signum))
-    except NoScheduleFits as error:
-        if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
-            raise
-        loop.save()
-        raise NoScheduleFits(
-            f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
-            "command resumes from there, also with another schedule"
-        ) from error
+    """Save what an interrupted run has trained, if it has begun."""
+    if loop is None:
+        return replace(result, signum=signum)
+    loop.save()
+    return loop.told(_result(folder, result, loop, signum=signum))
+
+
+def _save_beforehand(loop: TrainingLoop | None, error: NoScheduleFits) -> None:
+    """Save what was trained before memory ran out, and raise an error that says so. A run without
+    a step, or of ranks of which only one ran out, has nothing to save."""
+    if loop is None or loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
+        return
+    loop.save()
+    raise NoScheduleFits(
+        f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
+        "command resumes from there, also with another schedule"
+    ) from error
+
+
+def _completed(folder: RunFolder, result: TrainingResult, loop: TrainingLoop) -> TrainingResult:
+    """Compare a whole run with its plan, and export its model."""
     comparison = loop.compare()
     loop.export()
     return loop.told(_result(folder, result, loop, comparison=comparison))
