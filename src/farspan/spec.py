@@ -314,6 +314,7 @@ class ModelSpec:
     carried: int = 0  # elements of a token that layers pass on besides the hidden state
     # Elements of the inputs that layers get of a token, if cells make these of its id again.
     embeds: int = 0
+    shares: bool = False  # layers share weights with one another
 
     def cut(self, loss: Objective) -> Cut:
         """Return what must be complete before a backward of this loss begins."""
