@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from farspan.engine.float8 import float8_fault, float8_linears
+from farspan.engine.memory import estimate_memory, least_transient
 from farspan.engine.microbench import GLANCE, Bench, float8_products
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.planner.machines import machine, read
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Question
+from farspan.planner.walk import cast_bytes, workspace_bytes
 from farspan.program.layout import Parallel
 from farspan.report.plan import subject
 from farspan.spec import Kernels, Products, RunSpec, Schedule, Tier, UnsupportedError
@@ -209,6 +211,22 @@ def test_plans_price_it_and_say_so() -> None:
     ):
         with pytest.raises(UnsupportedError, match=f"products: .*{words}"):
             best_plan(question("a100-80g", kernels=FP8, **changes))
+
+
+@pytest.mark.usefixtures("torchao")
+def test_casts_are_counted() -> None:
+    """Two float32 copies of the widest operand: here of an MLP's inner activations, in a plan of
+    the weights if these are larger."""
+    model = make_model("qwen2", BF16)
+    of = [Step(model, Schedule(chunk=40), kernels=kernels) for kernels in (FP8, Kernels())]
+    ours, plain = (estimate_memory(step, 2, 60, cells=least_transient) for step in of)
+    assert ours.transient - plain.transient == 8 * 2 * 40 * 48
+    widths = {(896, 4864), (4864, 896)}
+    assert cast_bytes(widths, 4096) == 8 * 4096 * 4864
+    assert cast_bytes(widths, 16) == 8 * 896 * 4864
+    asked, schedule = question("h100", kernels=FP8), Schedule(chunk=4096)
+    casts = workspace_bytes(asked, schedule) - workspace_bytes(question("h100"), schedule)
+    assert casts == cast_bytes(widths, 4096)
 
 
 @pytest.mark.usefixtures("torchao")
