@@ -188,7 +188,8 @@ def test_choices_and_cuts_do_not_disturb_each_other(
     chunks, layers = grid.saves.chunks, len(grid.cell_prices.model.layers)
     counts = np.minimum(np.array(pairs, dtype=np.int64), chunks)
     sizes = dict.fromkeys([grid.splits.sizes[0], (layers,), (1,) * layers])
-    splits = replace(grid.splits, sizes=tuple(sizes))
+    (share,) = grid.splits.shares
+    splits = replace(grid.splits, sizes=tuple(sizes), shares=(share,) * len(sizes))
     together = replace(grid, splits=splits, saves=SaveCounts(counts[:, 0], counts[:, 1], chunks))
     each = seconds(together), peaks(together)
     for k, cut in enumerate(splits.sizes):
@@ -196,7 +197,7 @@ def test_choices_and_cuts_do_not_disturb_each_other(
             alone = replace(
                 grid,
                 cell_prices=grid_of(grid.cell_prices.question, grid.schedule).cell_prices,
-                splits=replace(splits, sizes=(cut,)),
+                splits=replace(splits, sizes=(cut,), shares=(share,)),
                 saves=SaveCounts(counts[f : f + 1, 0], counts[f : f + 1, 1], chunks),
             )
             assert np.allclose(each[0][k, f], seconds(alone)[0, 0], CLOSE, 0.0)

@@ -305,7 +305,8 @@ class _LayerCounts:
         put_away += self._bytes((Evict, Kind.ATTENTION), Kind.ATTENTION)
         saved = self.acts.of((Evict, Kind.ACTIVATIONS), choices) @ choices.over(cell_prices.sizes)
         put_away += saved * cell_prices.prices.saved_row(spec)
-        work[COMPUTE] += 2 * put_away / cell_prices.question.machine.memory
+        again = saved * cell_prices.run.batch * spec.work.remade_traffic
+        work[COMPUTE] += (2 * put_away + again) / cell_prices.question.machine.memory
         return work
 
     def _bytes(self, act: Act, kind: Kind) -> Array:

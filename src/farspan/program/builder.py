@@ -56,8 +56,10 @@ def build_program(
     """
     ledger = _ledger(model, run, schedule, rank, chunks, walked)
     ledger.cut_after = cut
-    groups, layers = len(ledger.groups), schedule.activation_save_layers
-    ledger.keeping = keeping_groups(layers, groups) if keeping is None else keeping
+    if keeping is None:
+        share = 1.0 if rank.layout.pipeline > 1 else schedule.activation_save_layers
+        keeping = keeping_groups(share, len(ledger.groups))
+    ledger.keeping = keeping
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
