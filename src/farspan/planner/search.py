@@ -490,12 +490,8 @@ def search(
     if question.overlap and (first := _first_in_line(question, frontiers, cells, effort)):
         known.append(first)
         best = min(known, key=_seconds)
-    if question.overlap:
-        for frontier in frontiers:
-            for schedule in frontier.evenly(_seconds(best), cells):
-                if plan := simulated(question, GROUPED, schedule, effort):
-                    known.append(plan)
-                    best = min(known, key=_seconds)
+        known += _keeping_evenly(question, frontiers, cells, effort, best)
+        best = min(known, key=_seconds)
     effort.bound(frontiers)
     queue = _Queue(frontiers)
     while queue.lowest < _seconds(best) * (1 - near) and not effort.is_spent:
@@ -532,6 +528,23 @@ def _first_in_line(
         if plan:
             return plan
     return None
+
+
+def _keeping_evenly(
+    question: Question,
+    frontiers: Sequence[Frontier],
+    cells: TransientCache,
+    effort: SearchEffort,
+    best: Plan | None,
+) -> list[Plan]:
+    """Return plans that fit and keep activations of layers evenly on the host. Bounds of time know
+    too little of copies that wait for each other to tell the best of these from hundreds."""
+    found = list[Plan]()
+    for frontier in frontiers:
+        for schedule in frontier.evenly(min(map(_seconds, [best, *found])), cells):
+            plan = None if effort.is_spent else simulated(question, GROUPED, schedule, effort)
+            found += [] if plan is None else [plan]
+    return found
 
 
 def _seconds(best: Plan | None) -> float:
