@@ -251,6 +251,22 @@ def test_functions_of_logits_that_would_be_rounded_or_misled_are_refused() -> No
         step.from_logits(lambda logits, _: logits[..., 0], DATA.input_ids, DATA.labels[:1])
 
 
+def refused_by_stages() -> str:
+    ranks = ParallelContext(Layout(pipeline=2), torch.device("cpu"))
+    step = Step(make_model("llama"), Schedule(chunk=7), ranks=ranks)
+    try:
+        step.from_logits(lambda logits, _: logits.argmax(-1), DATA.input_ids, DATA.labels)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_logits_of_stages_are_refused() -> None:
+    """Those before the last have no logits, and would wait for it."""
+    words = "from_logits: in a pipeline only the last stage has logits; use a layout without"
+    assert [said.startswith(words) for said in run_ranks(2, refused_by_stages)] == [True, True]
+
+
 def test_arguments_that_would_be_lost_are_named() -> None:
     step = Step(make_model("llama"), SCHEDULE)
     mask = torch.ones_like(DATA.input_ids)
