@@ -71,7 +71,7 @@ def _attention(
         _first_positions.set(None)
         query = positions.scaled(query)
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):
+    if casts(kind):
         # scaled_dot_product_attention rounds its inputs and its result. Buffers have the dtype of
         # the weights, which holds rounded keys as they are.
         narrow, wide = torch.get_autocast_dtype(kind), torch.promote_types(query.dtype, F32)
@@ -80,6 +80,12 @@ def _attention(
     else:
         out = active(module, query, key, value, scale, **keywords)
     return out.contiguous(), None  # like transformers' own: AFMoE and JetMoE call view on it
+
+
+def casts(kind: str) -> bool:
+    """Return whether autocast is on for a type of devices; for "meta", which torch refuses to tell,
+    it is not."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _chunked(module: nn.Module) -> dict[str, Any]:
