@@ -22,7 +22,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from farspan.hf.attention_interface import FirstPositions, position_scale
-from farspan.hf.carried import INPUT, SHARED, Carried, LayerCarry, carries_of, named_arguments
+from farspan.hf.carried import (
+    EMBEDDING,
+    INPUT,
+    SHARED,
+    Carried,
+    LayerCarry,
+    carries_of,
+    named_arguments,
+)
 from farspan.hf.edits import layer_signature
 from farspan.hf.swap import Module, StandIn, shell_of
 from farspan.hf.unsupported import (
@@ -218,13 +226,17 @@ class CausalLMStages:
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
         """From now on, run copies of the layers, and of the modules between layers and logits.
         `shell` returns a copy of a module that shares its weights and may have another forward."""
-        self.running = [shell(layer) for layer in self.layers]
+        self.run_layers_in(shell)
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         holders = self._holders()
         inside = {*path, self.decoder, self.layers, *holders.values()}
         around = *path, self.decoder, *holders.values()
         beside = [child for module in around for child in module.children()]
         self._shells = {child: shell(child) for child in beside if child not in inside}
+
+    def run_layers_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
+        """From now on, run these copies of the layers; see `run_in`."""
+        self.running = [shell(layer) for layer in self.layers]
 
     def settle(self, longest: int) -> None:
         """Set the longest position of the next sequences, by which longrope picks frequencies."""
@@ -303,6 +315,12 @@ class CausalLMStages:
         return bool(self.carries) and self.carries[0].layout.again > 0
 
     @property
+    def shares_weights(self) -> bool:
+        """True if layers share weights with one another, as Zamba's share an attention block."""
+        each = sum(len(list(layer.parameters())) for layer in self.layers)
+        return each > len(list(self.layers.parameters()))
+
+    @property
     def _embedding(self) -> Tensor:
         return cast(Tensor, self.model.get_input_embeddings().weight)
 
@@ -371,6 +389,7 @@ class CausalLMStages:
         for call, carry in zip(record.calls, self.carries, strict=bool(self.carries)):
             call.carry = carry
             call.keywords.pop(SHARED, None)
+            call.keywords.pop(EMBEDDING, None)
         if self._caches is None:
             self._caches = self._given_caches(record.calls)
         for index, (call, names) in enumerate(zip(record.calls, self._caches, strict=True)):

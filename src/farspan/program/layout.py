@@ -250,7 +250,7 @@ def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
 def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
     """Raise UnsupportedError if ranks would share a sequence's tokens and a layer is recurrent, or
     would cut tensors that layers pass on besides the hidden state, or a layer chooses the tokens
-    that it attends to."""
+    that it attends to, or layers share weights."""
     apart = layout.shards * layout.ring * layout.tensor
     if apart > 1 and any(layer.indexer for layer in model.layers):
         raise UnsupportedError(
@@ -262,6 +262,11 @@ def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
         raise UnsupportedError(
             "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
             "share a chunk's tokens (ulysses, shards, ring, tensor); use pipeline or data"
+        )
+    if model.shares and layout.devices() > 1:
+        raise UnsupportedError(
+            f"parallel: layers of {model.name} share weights with one another, whose gradients "
+            "ranks would not add up; use one device"
         )
     if (model.carried or model.embeds) and layout.tensor > 1:
         raise UnsupportedError(
