@@ -276,6 +276,7 @@ def once() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pages")
 @pytest.mark.parametrize("line", once())
 def test_a_command_runs(line: str, tmp_path: Path) -> None:
@@ -303,6 +304,7 @@ def snippets() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of a Trainer without a GPU
 @pytest.mark.usefixtures("pages")
 @pytest.mark.parametrize("text", snippets())

@@ -306,6 +306,12 @@ INDEXED = {
 FURTHER |= dict.fromkeys(
     ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), Family(INDEXED)
 )
+FURTHER |= {  # some layers attend to the tokens that an earlier one chose
+    "glm_moe_dsa_shared": Family(
+        {**INDEXED, "indexer_types": ["full", "shared"] * 2}, kind="glm_moe_dsa"
+    ),
+    "hy_v4": Family({**INDEXED, "indexer_types": ["full", "full", "shared", "shared"]}),
+}
 if not OWN_ATTENTION:
     FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 
@@ -427,6 +433,30 @@ RECURRENT: dict[str, Family] = {
     "qwen3_5_moe_text": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
     "qwen3_5_text": Family({**ALTERNATELY, **DELTA}),
     "qwen3_next": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
+}
+RECURRENT |= {  # whose layers share an attention block, and read the embeddings again
+    "zamba": Family(
+        {
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "n_mamba_heads": 2,
+        }
+    ),
+    "zamba2": Family(
+        {
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 4,
+            "chunk_size": 16,
+            "adapter_rank": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        }
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from farspan.attention.backends import (
     CpuFlash,
     CudaCudnn,
     CudaFlash,
+    Directed,
     Padded,
     Tiled,
     reference,
@@ -20,7 +21,7 @@ from farspan.attention.backends import (
     visible,
 )
 from farspan.attention.chunk import attend
-from farspan.program.attention_blocks import plan_blocks
+from farspan.program.attention_blocks import Block, plan_blocks
 from farspan.program.layout import chunk_ranges
 from tests.attention.cases import (
     Case,
@@ -53,6 +54,36 @@ def test_cuda_flash_equals_dense_attention(case: Case) -> None:
     with cuda_ops_on_cpu() as calls:
         compare(case, CudaFlash())
     assert calls[FORWARD_FLASH] == calls[BACKWARD_FLASH] > 0
+
+
+@pytest.mark.parametrize("case", [ALIGNED, replace(ALIGNED, window=200)], ids=str)
+@pytest.mark.parametrize(
+    ("ahead", "back"),
+    [
+        (CudaCudnn(CudaFlash(), grid=128), CudaFlash()),
+        (CudaFlash(), CudaCudnn(CudaFlash(), grid=128)),
+        (CudaFlash(), Tiled()),
+        (Tiled(), CudaCudnn(CudaFlash(), grid=128)),
+    ],
+    ids=str,
+)
+def test_a_backward_by_another_kernel_is_exact(
+    case: Case, ahead: BlockKernel, back: BlockKernel
+) -> None:
+    """Every kernel's LSE is that of every other's backward, whatever blocks each is given."""
+    with cuda_ops_on_cpu() as calls:
+        compare(case, Directed(ahead, back))
+    for kernel, name in ((ahead, FORWARD_CUDNN), (back, BACKWARD_CUDNN)):
+        takes = isinstance(kernel, CudaCudnn) and case.window is None
+        assert (calls.get(name, 0) > 0) == takes
+
+
+def test_blocks_of_two_kernels_are_those_of_both() -> None:
+    """cuDNN would leave a rectangle of 384 keys to flash attention; it gets 256 and 128."""
+    cudnn, block = CudaCudnn(CudaFlash(), grid=128), Block(0, None, 512, 768, 0, 384, False)
+    assert [piece.keys for piece in cudnn.split(block)] == [256, 128]
+    for ways in ((cudnn, CudaFlash()), (CudaFlash(), cudnn)):
+        assert Directed(*ways).split(block) == cudnn.split(block)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch.library import Library
 from torch.nn import attention
 
-from farspan.attention.backends import CudaFlash
+from farspan.attention.backends import CudaFlash, Directed
 from farspan.engine.kernels import (
     NAME,
     PACKAGES,
@@ -140,6 +140,17 @@ def test_flash_attention_4_equals_dense_attention(case: Case, four: vendor.Flash
     compare(case, Flash4(case.softcap))
     assert {name for name, _ in four.calls} == {"forward", "backward"}
     assert not any(deterministic for _, deterministic in four.calls)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_flash_attention_4_may_be_one_direction(turned: bool, four: vendor.FlashAttention4) -> None:
+    ways = (CudaFlash(), Flash4()) if turned else (Flash4(), CudaFlash())
+    with vendor.cuda_ops_on_cpu() as calls:
+        compare(CASE, Directed(*ways))
+    own = "backward" if turned else "forward"
+    other = vendor.FORWARD_FLASH if turned else vendor.BACKWARD_FLASH
+    assert {name for name, _ in four.calls} == {own}
+    assert set(calls) == {other}
 
 
 def test_flash_attention_4_is_deterministic_where_torch_is(four: vendor.FlashAttention4) -> None:

@@ -438,46 +438,61 @@ def test_chosen_pages_are_timed_where_there_are_kernels(monkeypatch: pytest.Monk
 
 # -- the fastest attention kernel ------------------------------------------------------------------
 
+CUDNN, FLASH, FA3, FA4 = (AttentionKernel(name) for name in ("cudnn", "flash", "fa3", "fa4"))
+
+CUDNN, FLASH, FA3, FA4 = (AttentionKernel(name) for name in ("cudnn", "flash", "fa3", "fa4"))
+
 
 @pytest.mark.parametrize(
     ("speeds", "found"),
     [
-        ({"cudnn": 1.0, "flash": 2.0, "fa4": 3.0}, FastestKernel(AttentionKernel.CUDNN, 2.4)),
-        ({"cudnn": 3.0, "flash": 2.0, "fa4": 2.5}, FastestKernel(AttentionKernel.FLASH, 1.2)),
-        ({"cudnn": 3.0, "flash": 2.0, "fa4": 1.0}, FastestKernel(AttentionKernel.FA4, 1.2)),
-        ({"fa4": 1.0}, FastestKernel(AttentionKernel.FA4, 1.2)),
-        ({}, FastestKernel()),
+        ({"cudnn": (1, 2), "flash": (2, 4), "fa4": (3, 6)}, (CUDNN, 2.4, None)),
+        ({"cudnn": (3, 6), "flash": (2, 4), "fa4": (2.5, 5)}, (FLASH, 1.2, None)),
+        ({"cudnn": (3, 6), "flash": (2, 4), "fa4": (1, 2)}, (FA4, 1.2, None)),
+        ({"cudnn": (1, 6), "flash": (2, 4)}, (CUDNN, 1.2 * 6 / 5, FLASH)),
+        ({"cudnn": (3, 3), "flash": (4, 5), "fa3": (2, 4)}, (FA3, 1.2 * 6 / 5, CUDNN)),
+        # PyTorch has one of FlashAttention-2 and -3 at a time.
+        ({"flash": (1, 5), "fa3": (2, 4.5)}, (FLASH, 1.2, None)),
+        ({"fa4": (1, 2)}, (FA4, 1.2, None)),
+        ({}, (None, 1.0, None)),
     ],
 )
 def test_kernels_that_are_here_are_compared(
-    monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float], found: FastestKernel
+    monkeypatch: pytest.MonkeyPatch,
+    speeds: dict[str, tuple[float, float]],
+    found: tuple[AttentionKernel | None, float, AttentionKernel | None],
 ) -> None:
-    """Those whose bits are the same take 1.2 times as long here, and cuDNN has none; what is not
-    here, or fails while it runs, has lost."""
+    """In each direction. Those whose bits are the same take 1.2 times as long here, and cuDNN has
+    none; what is not here, or fails while it runs, has lost."""
 
     class Kernels:
         def __init__(self, _: object, __: object, kernel: AttentionKernel) -> None:
             self.name = kernel.value
 
         def refuse(self, _: object) -> None:
-            if self.name == "fa3":
+            if self.name == "fa3" and FA3 not in speeds:
                 raise UnsupportedError("not here")
 
         def ready(self) -> AbstractContextManager[None]:
             return nullcontext()
 
-    def seconds(bench: Bench, _: object) -> float:
+    def seconds(bench: Bench, _: object) -> tuple[float, float]:
         deterministic = torch.are_deterministic_algorithms_enabled()
         if bench.kernel not in speeds:
             raise RuntimeError("no kernel image")
         if deterministic and bench.kernel is AttentionKernel.CUDNN:
             raise UnsupportedError("cudnn")
-        return speeds[bench.kernel] * (1.2 if deterministic else 1.0)
+        forward, backward = speeds[bench.kernel]
+        slower = 1.2 if deterministic else 1.0
+        return forward * slower, backward * slower
 
     monkeypatch.setattr(module, "AttentionKernels", Kernels)
     monkeypatch.setattr(module, "_kernel_seconds", seconds)
     monkeypatch.setattr(Bench, "on_cpu", False)
     looked = Bench(CPU, QUICK)
-    assert fastest_attention(looked, torch.bfloat16, lambda _: None) == found
+    fastest = fastest_attention(looked, torch.bfloat16, lambda _: None)
+    assert (fastest.kernel, fastest.backward) == (found[0], found[2])
+    assert fastest.deterministic == pytest.approx(found[1])
+    assert fastest.seconds == speeds
     assert looked.kernel is AttentionKernel.AUTO
     assert fastest_attention(looked, torch.float32, lambda _: None) == FastestKernel()

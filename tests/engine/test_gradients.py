@@ -120,6 +120,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farspan.engine.preparation.adds_products", lambda *_: True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("everywhere", "float64_throughout")
 @pytest.mark.parametrize(
     ("family", "kind"), crossed(["qwen2", "phi3", "gemma2", "mixtral"], SCHEDULES)

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash, Tiled
+from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash, Directed, Tiled
 from farspan.engine.kernels import (
     AttentionKernels,
     Flash4,
+    attention_kernels,
     chunk_lengths,
     deterministic_algorithms,
     measured_here,
@@ -37,7 +38,7 @@ from farspan.spec import (
     Schedule,
     UnsupportedError,
 )
-from tests.attention.vendor import BACKWARD_CUDNN, cuda_ops_on_cpu
+from tests.attention.vendor import BACKWARD_CUDNN, FORWARD_CUDNN, cuda_ops_on_cpu
 from tests.engine.checks import Data, assert_close, draw, errors, run_oracle, run_step
 from tests.grids import crossed, exhaustive, part_of
 from tests.zoo import make_model, shared_model
@@ -281,7 +282,7 @@ def test_auto_takes_what_was_measured_on_this_device(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     ask = torch.device("cuda"), torch.bfloat16
     layer = LayerSpec(4, 2, 64, 64)
-    assert measured_here(*ask) is None
+    assert measured_here(*ask) == (None, None)
     file = read("h200")
     rates = {
         "bfloat16": replace(file.spec.rates["bfloat16"], kernel=AttentionKernel.FLASH),
@@ -289,9 +290,9 @@ def test_auto_takes_what_was_measured_on_this_device(
     }
     for name, kernel in (("NVIDIA H200", AttentionKernel.FLASH), ("NVIDIA H100", None)):
         write(replace(file, spec=replace(file.spec, name=name, rates=rates)), user_file())
-        assert measured_here(*ask) is kernel
-    assert measured_here(ask[0], torch.float32) is None
-    assert measured_here(torch.device("cpu"), torch.bfloat16) is None
+        assert measured_here(*ask) == (kernel, None)
+    assert measured_here(ask[0], torch.float32) == (None, None)
+    assert measured_here(torch.device("cpu"), torch.bfloat16) == (None, None)
     flash = AttentionKernels(*ask, fastest=AttentionKernel.FLASH)
     assert flash.of(layer) == CudaFlash()
     # What is named comes first; what the layer or this machine cannot have is left to the rule.
@@ -306,6 +307,60 @@ def test_auto_takes_what_was_measured_on_this_device(
         with pytest.raises(UnsupportedError, match=f"{missing.value} needs the package"):
             replace(kernels, choice=missing).refuse(MODEL)
     assert kernels.of(replace(layer, softcap=30.0)) == Tiled(30.0)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_direction_has_the_kernel_that_was_measured_for_it(
+    turned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine file whose rates choose two kernels: a step runs each, and is exact."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    ask = torch.device("cuda"), torch.bfloat16
+    names = [AttentionKernel.CUDNN, AttentionKernel.FLASH][:: -1 if turned else 1]
+    file = read("h200")
+    rates = replace(file.spec.rates["bfloat16"], kernel=names[0], backward_kernel=names[1])
+    spec = replace(file.spec, name="NVIDIA H200", rates={"bfloat16": rates})
+    write(replace(file, spec=spec), user_file())
+    kernels = attention_kernels(Kernels(), *ask, fused=False)
+    chosen = kernels.of(LayerSpec(4, 2, 64, 64))
+    assert isinstance(chosen, Directed)
+    ways = [type(way) for way in (chosen.ahead, chosen.back)]
+    assert ways == [CudaCudnn, CudaFlash][:: -1 if turned else 1]
+    # A layer too wide for cuDNN, a named kernel and a deterministic run have one for both.
+    assert kernels.of(LayerSpec(4, 2, 256, 256)) == CudaFlash()
+    assert replace(kernels, choice=AttentionKernel.FLASH).of(MODEL.layers[0]) == CudaFlash()
+    with deterministic_algorithms(True):
+        assert kernels.of(MODEL.layers[0]) == CudaFlash()
+
+    class Measured(VendorOnCpu):
+        def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
+            both = [super().of(spec, program), CudaFlash()]
+            return Directed(*both[:: -1 if turned else 1])
+
+    monkeypatch.setattr("farspan.engine.kernels.AttentionKernels", Measured)
+    model, data = make_model("qwen2", max_position_embeddings=512), draw(512)
+    schedule = replace(strategy("memo", 4, 512), chunk=128, kv_block=128)
+    with cuda_ops_on_cpu() as calls:
+        found = run_step(model, schedule, data)
+    cudnn = FORWARD_CUDNN, BACKWARD_CUDNN
+    assert [calls.get(name, 0) > 0 for name in cudnn] == [not turned, turned]
+    assert_close(found, run_oracle(model, data))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_attention_3_is_registered_for_one_direction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("farspan.engine.kernels.refuse_missing", lambda _: None)
+    monkeypatch.setattr("farspan.engine.kernels._is_installed", lambda _: True)
+    ask = torch.device("cuda"), torch.bfloat16
+    cudnn, third = AttentionKernel.CUDNN, AttentionKernel.FA3
+    kernels = AttentionKernels(*ask, fastest=cudnn, fastest_backward=third)
+    assert not kernels.is_ready()
+    assert replace(kernels, fastest_backward=None).is_ready()
+    chosen = kernels.of(LayerSpec(4, 2, 128, 128))
+    assert chosen == Directed(CudaCudnn(CudaFlash()), CudaFlash())
 
 
 @pytest.mark.parametrize("fault", [None, "TypeError: no such argument"])
@@ -342,6 +397,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "backend"),
     [

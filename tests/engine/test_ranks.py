@@ -264,6 +264,7 @@ def words(value: object) -> str:
     return "-".join(f"{axis}{getattr(value, axis)}" for axis in AXES if getattr(value, axis) > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [

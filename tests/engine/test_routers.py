@@ -59,6 +59,7 @@ def by_transformers(model: Any, data: Data, mask: Tensor | None = None) -> Outco
     return Outcome(out.loss.detach(), gradients(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FIRST, *map(exhaustive, OTHERS)])
 def test_families_as_transformers_trains_them(name: str) -> None:
     with Float64Mode():
@@ -82,6 +83,7 @@ HARD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HARD)
 def test_places_of_a_cell_change_no_gradient(name: str) -> None:
     with Float64Mode():
@@ -233,6 +235,7 @@ def on_replicas(layout: Layout) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_replicas_add_losses_of_their_own() -> None:
     """As a Trainer's processes do, which count tokens for all and average over devices."""
     assert run_ranks(2, on_replicas, Layout(data=2)) == [[], []]
@@ -246,6 +249,22 @@ def test_functions_of_logits_that_would_be_rounded_or_misled_are_refused() -> No
         step.from_logits(lambda logits, _: logits[..., 0].double(), DATA.input_ids, DATA.labels)
     with pytest.raises(UnsupportedError, match="labels: expected the shape of input_ids"):
         step.from_logits(lambda logits, _: logits[..., 0], DATA.input_ids, DATA.labels[:1])
+
+
+def refused_by_stages() -> str:
+    ranks = ParallelContext(Layout(pipeline=2), torch.device("cpu"))
+    step = Step(make_model("llama"), Schedule(chunk=7), ranks=ranks)
+    try:
+        step.from_logits(lambda logits, _: logits.argmax(-1), DATA.input_ids, DATA.labels)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_logits_of_stages_are_refused() -> None:
+    """Those before the last have no logits, and would wait for it."""
+    words = "from_logits: in a pipeline only the last stage has logits; use a layout without"
+    assert [said.startswith(words) for said in run_ranks(2, refused_by_stages)] == [True, True]
 
 
 def test_arguments_that_would_be_lost_are_named() -> None:

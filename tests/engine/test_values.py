@@ -71,6 +71,7 @@ def assert_same(model: nn.Module, step: Step, data: Data) -> None:
     model.zero_grad()  # tests share it
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(schedules, shapes)
 def test_any_schedule_is_exact(schedule: Schedule, data: Data) -> None:
@@ -441,6 +442,7 @@ def unlike(layout: Layout, schedule: Schedule, *, dealt: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "dealt"),
     [

@@ -12,7 +12,7 @@ from farspan.engine.step import Step
 from farspan.hf.unsupported import context_limit
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
-from tests.zoo import COMMON, DEEPSEEK, make_model
+from tests.zoo import COMMON, make_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing:FutureWarning",
@@ -66,18 +66,15 @@ class TestAdapters:
         assert_close(run_step(model, SCHEDULE, data), run_oracle(model, data))
 
 
-INDEXED = {**DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 BART = {
     **{"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
     **{"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48},
 }
-INDEXER = "attends to the tokens that an earlier layer chose (indexer_types: shared)"
 DECODER = "is the decoder of an encoder-decoder model (model.decoder.layers.0.encoder_attn"
 ELSEWHERE = "computes attention, or a recurrence, in code of its own"
 TWICE = "called the attention interface 4 times for 2 layers, 2 of which attend"
 READS = "attends to later tokens (is_decoder is false in its configuration)"
 REASONS: list[tuple[str, dict[str, Any], str]] = [
-    ("glm_moe_dsa", {**INDEXED, "indexer_types": ["full", "shared"]}, INDEXER),
     ("falcon", {}, ELSEWHERE),
     ("rwkv", {"attention_hidden_size": 32}, ELSEWHERE),
     ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, "changes its input embeddings"),

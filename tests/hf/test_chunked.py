@@ -85,6 +85,7 @@ def over_two(names: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_two_ranks_give_what_one_does() -> None:
     assert run_ranks(2, over_two, list(LAYOUTS)) == [[], []]
 

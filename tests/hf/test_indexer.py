@@ -1,6 +1,7 @@
 """Layers whose queries attend to the tokens that an indexer chooses: exact, and predicted."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.engine.test_ranks import Case, outcomes_of
+from tests.hf.test_every_architecture import small_model
 from tests.hf.test_families import KEPT, SCHEDULES, STREAMED
 from tests.numerics import relative_error
 from tests.planner.test_walk import CLOSE, agree, in_chunks, make
@@ -32,9 +34,10 @@ from tests.zoo import INDEXED, make_model
 exactly = pytest.mark.usefixtures("float64_throughout")
 
 FAMILY = "deepseek_v32"
-FAMILIES = (FAMILY, "glm_moe_dsa", "axk2", "dots3_note_text")
-LAYOUTS = {"pipeline": Layout(pipeline=2), "data": Layout(data=2)}
-SHARING = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
+SHARED = "glm_moe_dsa_shared", "hy_v4"  # some layers attend to what an earlier one chose
+FAMILIES = (FAMILY, "glm_moe_dsa", "axk2", "dots3_note_text", *SHARED)
+LAYOUTS = {"ulysses": Layout(ulysses=2), "pipeline": Layout(pipeline=2), "data": Layout(data=2)}
+REFUSED = Layout(shards=2), Layout(ring=2), Layout(tensor=2)
 DOCUMENTS = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
 
 
@@ -88,7 +91,7 @@ def test_the_choice_counts() -> None:
 
 
 @exactly
-@pytest.mark.parametrize("family", [FAMILY, "dots3_note_text"])
+@pytest.mark.parametrize("family", [FAMILY, "dots3_note_text", *SHARED])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_is_exact(name: str, family: str) -> None:
     model = make_model(family)
@@ -96,6 +99,13 @@ def test_a_step_is_exact(name: str, family: str) -> None:
     for tokens, documents in ((37, 0), (53, 3)):
         data = draw(tokens, batch=2, documents=documents, seed=documents)
         assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+@exactly
+def test_later_layers_are_given_a_choice_whose_own_attention_is_known() -> None:
+    model, data = make_model(SHARED[0]), draw(37, batch=2)
+    schedule = Schedule(chunk=9, groups=(3, 1), layer_checkpoint=True, attention_save_fraction=1.0)
+    assert_close(run_step(model, schedule, data), run_oracle(model, data))
 
 
 @exactly
@@ -133,6 +143,8 @@ def test_layers_say_what_they_choose_by() -> None:
     assert indexers == [Indexer(4, 16, 8, 8, wide=True)] * 2 + [None] * 2
 
 
+PLAIN = Schedule(chunk=9, groups=2)
+
 # -- ranks ----------------------------------------------------------------------------------------
 
 
@@ -140,7 +152,12 @@ def over_two(names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         inputs = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
-        cases = [Case(name, Schedule(chunk=9, groups=2), inputs, FAMILY)]
+        # The last chunk of the first has one token, so one rank of Ulysses has none.
+        family = {"pipeline": SHARED[0]}.get(name, FAMILY)
+        cases = [Case(name, PLAIN, inputs, family)]
+        if name == "ulysses":
+            host = replace(STREAMED, chunk=9)
+            cases = [Case(name, KEPT, inputs, SHARED[0]), Case(name, host, inputs, FAMILY)]
         wrong += outcomes_of(LAYOUTS[name], cases)
     return wrong
 
@@ -152,11 +169,22 @@ def test_two_ranks_give_what_one_does() -> None:
 # -- what cannot be exact -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", SHARING, ids=str)
-def test_ranks_that_share_a_chunk_are_refused(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", REFUSED, ids=str)
+def test_ranks_that_spread_index_keys_are_refused(layout: Layout) -> None:
     model = Step(make_model(FAMILY), KEPT).model_spec
-    with pytest.raises(UnsupportedError, match="index keys of the whole prefix"):
+    with pytest.raises(UnsupportedError, match="among the tokens of the whole prefix"):
         refuse_shared_states(model, layout)
+
+
+@exactly
+def test_keys_of_several_tokens_are_refused() -> None:
+    """DeepSeek-V4's, which transformers trains with gradients for what makes them."""
+    model = small_model("deepseek_v4")
+    with pytest.raises(UnsupportedError, match="makes of several tokens each, and hides them"):
+        Step(model, PLAIN)
+    by_transformers(model, draw(37))
+    grads = {n: p.grad for n, p in model.named_parameters() if "3.self_attn.compressor" in n}
+    assert all((grad is None) == ("indexer" in name) for name, grad in grads.items())
 
 
 def test_another_choice_is_refused() -> None:
@@ -168,15 +196,9 @@ def test_another_choice_is_refused() -> None:
         Step(make_model(FAMILY), KEPT, kernels=Kernels(attention=AttentionKernel.FLASH))
 
 
-def test_a_choice_that_an_earlier_layer_made_is_refused() -> None:
-    model = make_model("glm_moe_dsa", indexer_types=["full", "shared"] * 2)
-    with pytest.raises(UnsupportedError, match="tokens that an earlier layer chose"):
-        Step(model, KEPT)
-
-
 # -- memory ---------------------------------------------------------------------------------------
 
-SIZES = {
+SIZES: dict[str, Any] = {
     **INDEXED,
     **{"index_topk": 60, "intermediate_size": 112, "mlp_layer_types": ["dense"] * 2},
 }
@@ -189,6 +211,14 @@ def test_memory_is_predicted(name: str, dtype: torch.dtype) -> None:
     model = make(FAMILY, dtype, **SIZES)
     for batch in (1, 2):
         agree(Step(model, in_chunks(name, 230)), batch, 230, CLOSE)
+
+
+def test_memory_of_choices_that_layers_pass_on_is_predicted() -> None:
+    """In bfloat16 two elements of a hidden state hold the number of a token."""
+    model = make("glm_moe_dsa", torch.bfloat16, **SIZES, indexer_types=["full", "shared"])
+    step = Step(model, in_chunks("grouped", 230))
+    assert step.model_spec.carried == 2 * SIZES["index_topk"]
+    agree(step, 1, 230, CLOSE)
 
 
 def test_memory_is_predicted_with_keys_on_the_host() -> None:

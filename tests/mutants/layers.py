@@ -1,8 +1,10 @@
-"""Faults in what layers pass on besides a hidden state."""
+"""Faults in what layers pass on besides a hidden state, and in what their indexers choose."""
 
 from tests.mutants.faults import Fault
 
 CARRIED = "tests/hf/test_carried.py::"
+
+INDEXER = "tests/hf/test_indexer.py::"
 
 LAYERS = (
     Fault(
@@ -64,5 +66,41 @@ LAYERS = (
         "remakes = self.kernels.remake",
         "remakes = True",
         ("tests/planner/test_ask.py::test_a_plan_without_tensors_made_again_keeps_more",),
+    ),
+    Fault(
+        "indexer: a query chooses from other documents",
+        "seen &= places >= of_row[0, queries, None]",
+        "pass",
+        (f"{INDEXER}test_a_step_gives_transformers_own_gradients[deepseek_v32]",),
+    ),
+    Fault(
+        "indexer: ties are broken by the length of the prefix",
+        "missing = self.tokens - args[0].shape[-1]",
+        "missing = 0",
+        (f"{INDEXER}test_scores_that_are_all_equal",),
+    ),
+    Fault(
+        "indexer: queries see all tokens of a block of keys",
+        "scores = scores.masked_fill(hidden.repeat(1, groups, 1)[:, None], -torch.inf)",
+        "pass",
+        (f"{INDEXER}test_a_step_is_exact[plain-deepseek_v32]",),
+    ),
+    Fault(
+        "indexer: a cell that is given its attention makes no choice for later layers",
+        "or self.graph or call.sizes.passed",
+        "or self.graph",
+        (f"{INDEXER}test_later_layers_are_given_a_choice_whose_own_attention_is_known",),
+    ),
+    Fault(
+        "indexer: each rank's queries choose as those of the first rank",
+        "start, end = program.share.tokens.ranges[chunk]",
+        "start, end = program.chunks[chunk]",
+        (f"{INDEXER}test_two_ranks_give_what_one_does",),
+    ),
+    Fault(
+        "indexer: the backward attends to all tokens",
+        "call = _choosing(ctx.call, chosen)",
+        "call = ctx.call",
+        (f"{INDEXER}test_a_step_is_exact[plain-deepseek_v32]",),
     ),
 )

@@ -375,6 +375,24 @@ TRUST = (
         ("tests/data/test_pairs.py",),
     ),
     Fault(
+        "autocast: products keep the dtype of the weights",
+        "casts = torch.is_autocast_enabled(x.device.type)",
+        "casts = False",
+        ("tests/engine/test_autocast.py::test_products_that_add_to_sums_are_left_to_autocast",),
+    ),
+    Fault(
+        "autocast: steps leave it out",
+        "self.now.stages.autocast = self.autocast",
+        "self.now.stages.autocast = None",
+        ("tests/engine/test_autocast.py::test_gradients_are_as_near_as_plain_ones",),
+    ),
+    Fault(
+        "logits: the stages of a pipeline wait for the last one's",
+        "if sharded is not None and sharded.ranks.layout.pipeline > 1:",
+        "if sharded is not None and sharded.ranks.layout.pipeline > 2:",
+        ("tests/engine/test_routers.py::test_logits_of_stages_are_refused",),
+    ),
+    Fault(
         "evaluate: replicas read the same documents",
         "index = min(begin + world.replica, count - 1)",
         "index = begin",

@@ -85,6 +85,7 @@ def amounts() -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tolerance", "overlap", "unified"),
     part_of(

@@ -65,6 +65,7 @@ def test_plans_run_on_their_layouts(layout: Layout) -> None:
     assert (again.device, again.host) == (best.device, best.host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", PRICED, ids=str)
 def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
     """Of time, of device memory with what cells hold at least, and of a machine's main memory,

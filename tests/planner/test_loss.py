@@ -112,6 +112,7 @@ WEIGHTS = replace(BASE, groups=1, weights=Tier.HOST)
 TURNS = zip(LOSSES, list(CUT)[::2], [torch.float32, torch.bfloat16] * 2, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "name", "dtype"),
     part_of(product(LOSSES, CUT, [torch.float32, torch.bfloat16]), *TURNS),

@@ -319,11 +319,18 @@ def test_the_users_file_lies_in_the_configuration_folder(monkeypatch: pytest.Mon
 def test_the_fastest_kernel_comes_back_and_older_files_have_none() -> None:
     file = read("h200")
     assert file.spec.rates["bfloat16"].kernel is None
-    rates = replace(file.spec.rates["bfloat16"], kernel=AttentionKernel.FA4, deterministic=1.3)
+    rates = replace(
+        file.spec.rates["bfloat16"],
+        kernel=AttentionKernel.FA4,
+        backward_kernel=AttentionKernel.CUDNN,
+        deterministic=1.3,
+    )
     mine = replace(file, spec=replace(file.spec, rates={"bfloat16": rates}))
     assert from_json(json.loads(json.dumps(to_json(mine))), "m") == mine
     old = to_json(mine)
-    for values_of, name in ((old["rates"]["bfloat16"], "kernel"), (old, "processors")):
+    for name in ("kernel", "backward_kernel"):
+        del old["rates"]["bfloat16"][name]
+    for values_of, name in ((old, "processors"),):
         del values_of[name]
     read_again = from_json(old, "m").spec
     assert (read_again.rates["bfloat16"].kernel, read_again.processors) == (None, 0)
@@ -333,3 +340,6 @@ def test_the_fastest_kernel_comes_back_and_older_files_have_none() -> None:
             UnsupportedError, match=r"bfloat16\.kernel: expected one of cudnn, flash, fa3"
         ):
             from_json(old, "m")
+    old["rates"]["bfloat16"] |= {"kernel": "fa3", "backward_kernel": "flash"}
+    with pytest.raises(UnsupportedError, match=r"backward_kernel: expected another than flash"):
+        from_json(old, "m")

@@ -175,10 +175,32 @@ def test_noise_of_embeddings(make: Make) -> None:
     assert drawn == [4, 5]
 
 
+def test_autocast_is_the_plain_trainer_s(make: Make) -> None:
+    """Losses and norms in training and evaluation, within roundings of bfloat16."""
+    plain, ours = (
+        make(kind, model=load_tiny(config=MODEL, dtype=torch.float32, seed=0), bf16=True)
+        for kind in (Trainer, farspan.Trainer)
+    )
+    for trainer in (plain, ours):
+        trainer.train()
+    found, wanted = (logs(t, "loss", "grad_norm", "eval_loss") for t in (ours, plain))
+    assert_exact(found, wanted, limit=2**-8)
+    assert ours._farspan().stages.autocast is torch.bfloat16
+
+
+def test_autocast_of_a_planned_schedule_is_refused(make: Make) -> None:
+    trainer = make(
+        model=load_tiny(config=MODEL, dtype=torch.float32, seed=0), bf16=True, schedule="auto"
+    )
+    with pytest.raises(UnsupportedError, match=r"^bf16: autocast: it needs a written schedule"):
+        trainer.train()
+    with pytest.raises(UnsupportedError, match=r"^bf16: autocast is for float32 weights, and th"):
+        make(bf16=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bf16": True}, "bf16: a step of farspan needs False, got True, which would autocast"),
         (
             {"fp16": True},
             r"fp16: .* needs False, got True: load the model with dtype=torch\.bfloat16",

@@ -133,33 +133,46 @@ def test_a_run_is_trl_s_own(make: Make, case: str) -> None:
     assert not any(getattr(module, "gradient_checkpointing", False) for module in modules)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "words", "limit"),
-    [
-        # The plain one computes in float32, too; sums of a hundred roundings of 6e-8.
-        (torch.float32, "float32; to compute in bfloat16, load the model with dtype=", 6e-6),
-        # It computes in bfloat16 by autocast, of weights that are bfloat16 already.
-        (torch.bfloat16, "compute in the weights' dtype, bfloat16", 2**-8),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_defaults_train(
-    make: Make, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, words: str, limit: float
+    make: Make, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
 ) -> None:
+    """Of float32 weights under autocast, as TRL does; those of bfloat16 compute in it anyway."""
     args = SFTConfig("unused", use_cpu=True)
     assert args.bf16
     assert args.gradient_checkpointing
     runs = []
-    for kind, bf16 in ((SFTTrainer, dtype is torch.bfloat16), (Long, None)):
+    for kind in SFTTrainer, Long:
         model = load_tiny(config=MODEL, dtype=dtype, seed=0)
+        trainer = make(kind, model=model, bf16=None, max_steps=1, eval_strategy="no")
+        with caplog.at_level(logging.WARNING, "farspan"):
+            trainer.train()
+        runs.append(trainer)
+    assert_same_logs(runs[1], runs[0], 2**-8)
+    assert runs[1].model.forward.step.stages.autocast is (
+        torch.bfloat16 if dtype is torch.float32 else None
+    )
+    said = [record.message for record in caplog.records if record.name.startswith("farspan")]
+    assert said[0] == "gradient_checkpointing: turned off; the schedule decides what is recomputed"
+    words = ["bf16: no autocast; steps compute in the weights' dtype, bfloat16"]
+    assert said[1:] == words * (dtype is torch.bfloat16)
+
+
+def test_a_default_that_cannot_be_met_is_said(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL turns autocast on by itself; who asks for it in plain arguments is told."""
+    monkeypatch.setattr("tests.posttrain.test_trl.SCHEDULE", "auto")
+    runs = []
+    for kind, bf16 in ((SFTTrainer, False), (Long, None)):
+        model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
         trainer = make(kind, model=model, bf16=bf16, max_steps=1, eval_strategy="no")
         with caplog.at_level(logging.WARNING, "farspan"):
             trainer.train()
         runs.append(trainer)
-    assert_same_logs(runs[1], runs[0], limit)
+    assert_same_logs(runs[1], runs[0], 6e-6)  # sums of a hundred roundings of 6e-8
     said = [record.message for record in caplog.records if record.name.startswith("farspan")]
-    assert len(said) == 2
-    assert said[0] == "gradient_checkpointing: turned off; the schedule decides what is recomputed"
-    assert words in said[1]
+    assert any("bf16: no autocast: it needs a written schedule" in words for words in said)
 
 
 @pytest.mark.parametrize("kind", [Long, type("Said", (Long,), {"plain_loss": True})])

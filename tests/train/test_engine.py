@@ -79,6 +79,7 @@ def test_trained_tokens_are_counted_as_one_would_by_hand() -> None:
     assert trained_token_count(labels, marks) == count_trained(labels, marks) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cells", part_of([1, 30, 77], 30))
 def test_a_step_of_the_engine_is_abandoned_and_made_up_for(tmp_path: Path, cells: int) -> None:
     whole = tiny_run(tmp_path, schedule=SCHEDULE, folder=str(tmp_path / "whole"))
@@ -125,6 +126,7 @@ def test_named_kernels_reach_the_engine(tmp_path: Path) -> None:
         train(run, reporter=Quiet())
 
 
+@pytest.mark.slow
 def test_the_default_run_begins_well(tmp_path: Path) -> None:
     run = default_run()
     run = replace(

@@ -53,6 +53,7 @@ def place(order: list[str], start: str) -> int:
     return next(index for index, line in enumerate(order) if line.startswith(start))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
 @pytest.mark.parametrize(

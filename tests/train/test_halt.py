@@ -82,6 +82,7 @@ def fit(runs: list[RunConfig]) -> list[int]:
     return passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -50,6 +50,7 @@ def test_no_more_is_planned_for_than_it_allows(tmp_path: Path) -> None:
         assert allowed(tiny_run(tmp_path, host_memory=given), known).host_bytes == expected * GIB
 
 
+@pytest.mark.slow
 def test_the_planner_is_asked_within_it_and_its_choice_fits(tmp_path: Path) -> None:
     def strategy_of(size: int | None) -> tuple[int, int]:
         asked: list[Question] = []

@@ -27,6 +27,7 @@ def hung_up() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "calls"), crossed([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], [0, 1, 5, 8])
 )

@@ -187,6 +187,7 @@ def only(root: Path, steps: int, **changes: Any) -> RunConfig:
     return lasting(a_run(root, steps=steps, checkpoints=CheckpointConfig(), **changes), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", [StatesPlace.DEVICE, StatesPlace.DISK])
 def test_the_best_is_kept_and_is_the_model(tmp_path: Path, states: StatesPlace) -> None:
     optimizer = replace(a_run(tmp_path).optimizer, states=states)
@@ -278,6 +279,7 @@ def on_ranks(runs: list[RunConfig]) -> None:
         train(run, reporter=Quiet())
 
 
+@pytest.mark.slow
 def test_ranks_keep_the_best_in_parts(tmp_path: Path) -> None:
     shared = {"parallel": Parallel(data=2), "schedule": SMALL}
     run, plain = best_run(tmp_path, **shared), only(tmp_path / "b", 4, **shared)
@@ -286,6 +288,7 @@ def test_ranks_keep_the_best_in_parts(tmp_path: Path) -> None:
     assert_same_weights(run, plain)
 
 
+@pytest.mark.slow
 def test_weights_in_main_memory_go_back_too(tmp_path: Path) -> None:
     schedule = replace(SMALL, weights=Tier.HOST)
     run, plain = best_run(tmp_path, schedule=schedule), only(tmp_path / "b", 4, schedule=schedule)
@@ -394,6 +397,7 @@ def on_rank_1(run: RunConfig, answer: str | None) -> None:
         assert (result.step, result.stopped) == (3, "enough")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["enough", None])
 def test_one_rank_asks_for_all(tmp_path: Path, answer: str | None) -> None:
     run = replace(short(tmp_path), parallel=Parallel(data=2), schedule=SMALL)

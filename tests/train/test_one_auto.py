@@ -126,6 +126,7 @@ def answers(root: Path, parts: Parts, numbers: Iterable[int]) -> Iterator[tuple[
 
 
 # All moves, states alone, nothing, what does not fit, and weights that are pinned.
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [exhaustive(range(20)), (0, 2, 6, 12, 16)], ids=len)
 def test_all_of_them_answer_alike(tmp_path: Path, briefly: Parts, numbers: Sequence[int]) -> None:
     found = list(answers(tmp_path, briefly, numbers))
@@ -184,6 +185,7 @@ def trainer_of(root: Path, *bases: Any, schedule: Any = "auto", **given: Any) ->
     return kind(schedule=schedule, kernels=PLAIN, **data, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [exhaustive(range(14)), (0, 6, 12)], ids=len)
 def test_steps_and_trainers_answer_as_one_whose_states_are_with_its_weights(
     tmp_path: Path, briefly: Parts, monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]
@@ -305,6 +307,7 @@ def test_a_run_on_ranks_moves_what_its_device_has_no_room_for(
     assert last < first < 6
 
 
+@pytest.mark.slow
 def test_a_trainer_s_states_follow_its_weights(
     tmp_path: Path, briefly: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +339,7 @@ def test_a_trainer_s_states_follow_its_weights(
     assert not onwards._on_host()
 
 
+@pytest.mark.slow
 def test_a_step_moves_weights_and_says_so(
     briefly: Parts,
     monkeypatch: pytest.MonkeyPatch,

@@ -136,6 +136,7 @@ def test_every_state_is_held_by_name() -> None:
     assert all(type(tensor) is Tensor for tensor in tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     run = tiny_run(

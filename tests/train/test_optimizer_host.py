@@ -173,6 +173,7 @@ def test_strided_gradients_are_taken_in_the_order_of_the_parameter() -> None:
     assert same(*models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [HOST, StatesPlace.DISK])
 def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(
     tmp_path: Path, there: StatesPlace

@@ -159,6 +159,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert any("begins with the weights of" in n and "step-00000004" in n for n in told.notes)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_further(tmp_path: Path) -> None:
     run = a_run(tmp_path, "first")
     train(run, reporter=Quiet())
@@ -184,6 +185,7 @@ def test_adapters_are_trained_further(tmp_path: Path) -> None:
     assert train(other, reporter=Quiet()).step == 1  # the same again resumes
 
 
+@pytest.mark.slow
 def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path, "first", steps=1, optimizer=OptimizerConfig(lr=1e-2))
     train(run, reporter=Quiet())
@@ -249,6 +251,7 @@ def test_another_base_is_told(tmp_path: Path) -> None:
         train(going_on, reporter=Quiet())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_ranks_begin_as_one_process_does(tmp_path: Path, states: bool) -> None:
     config = ModelConfig(config=WIDE, dtype=DType.FLOAT64)

@@ -68,6 +68,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(stop.value.code or 0)
 
 
+@pytest.mark.slow
 def test_a_run_file_resumes_to_the_same_bits_and_is_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +113,7 @@ def merged_into_the_plain_base(run: RunConfig, out: Path, monkeypatch: pytest.Mo
     assert moved == 14
 
 
+@pytest.mark.slow
 def test_adapters_go_on_in_another_run(tmp_path: Path) -> None:
     """Whose model.path is the adapters' folder: their base is quantised as before."""
     first = qlora(tmp_path, "first", steps=2)
@@ -125,6 +127,7 @@ def test_adapters_go_on_in_another_run(tmp_path: Path) -> None:
     fit_all([replace(then, steps=1, optimizer=replace(then.optimizer, warmup=0))])
 
 
+@pytest.mark.slow
 def test_a_quantised_folder_is_trained_as_it_is(tmp_path: Path) -> None:
     run = qlora(tmp_path, "run")
     folder = str(tmp_path / "packed")
@@ -142,6 +145,7 @@ def test_a_quantised_folder_is_trained_as_it_is(tmp_path: Path) -> None:
         train(bare, reporter=Quiet())
 
 
+@pytest.mark.slow
 def test_from_main_memory_they_are_the_resident_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +174,7 @@ def test_from_main_memory_they_are_the_resident_run(
     merged_into_the_plain_base(other, tmp_path / "out", monkeypatch)
 
 
+@pytest.mark.slow
 def test_auto_plans_for_them_in_main_memory(tmp_path: Path) -> None:
     """Planned, forecast and measured; in the main memory of a GPU's run there are the packed
     bytes."""
@@ -189,6 +194,7 @@ def test_auto_plans_for_them_in_main_memory(tmp_path: Path) -> None:
     assert 0 <= ctx.weights.nbytes - held <= (256 + 16) * 5
 
 
+@pytest.mark.slow
 def test_a_run_file_is_planned_with_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +224,7 @@ def test_a_run_file_is_planned_with_its_bytes(
     assert "parallel.fsdp: quantised weights stay whole on every rank" in error
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     """By default each holds all weights; replicas and stages need fsdp: false."""
     alone = qlora(tmp_path, "alone", steps=2, batch=2)

@@ -35,6 +35,7 @@ def lines_of(run: RunConfig) -> list[dict[str, Any]]:
     return [line for line in metrics(run) if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_run_adds_its_routers_losses(tmp_path: Path, kind: str) -> None:
     """The mean over micro-batches, without padding; held-out losses are as without it."""
@@ -58,11 +59,13 @@ def test_a_model_without_routers_is_refused(tmp_path: Path) -> None:
         train(run, reporter=Quiet())
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_run_knows(tmp_path: Path) -> None:
     run = with_experts(tmp_path, a_run(tmp_path), kind="dpo", router=0.1)
     assert question_of_run(run, {}, lambda _: None).question.model.routers
 
 
+@pytest.mark.slow
 def test_a_model_s_own_wish_is_no_key_of_a_run(tmp_path: Path) -> None:
     """A run adds what its file says: not what an exported configuration or an override does."""
     run = with_experts(tmp_path, replace(tiny_run(tmp_path), steps=3), kind="sft")

@@ -179,12 +179,14 @@ def tables(text: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_the_page_has_every_key() -> None:
     """`python -m tests.train.test_run_file_page` writes it."""
     text = PAGE.read_text("utf-8")
     assert filled(text, tables(text)) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("section", "kind", "own"), [*sections()], ids=lambda x: str(x)[:20])
 def test_a_key_has_a_sentence_and_its_default_is_read(section: str, kind: Any, own: Any) -> None:
     hints = typing.get_type_hints(kind)

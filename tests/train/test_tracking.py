@@ -275,6 +275,7 @@ def test_wandb_needs_someone_logged_in(
     assert of_wandb.run is None
 
 
+@pytest.mark.slow
 def test_a_wandb_run_goes_on_in_its_folder(
     tmp_path: Path, plain: RunConfig, of_wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

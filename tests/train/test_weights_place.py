@@ -82,6 +82,7 @@ def weights_notes(quiet: Quiet) -> list[str]:
     return [note for note in quiet.notes if note.startswith("weights: ")]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_large_for_the_device_is_the_resident_one(
     tmp_path: Path, parts: Parts
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_run_that_is_too_large_for_the_device_is_the_resident_one(
     assert_same(outcome(Path(run.folder)), outcome(Path(plain.folder)))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> None:
     """On a device that would hold them, too: it goes on to the same bits. Until its file says where
     they live."""
@@ -134,6 +136,7 @@ def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> No
     assert about["schedule"]["weights"] == "device"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.HOST)}]
 )

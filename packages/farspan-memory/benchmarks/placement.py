@@ -1,7 +1,10 @@
-"""Static placement: whole training steps, MiniMalloc's hard instances, squares cut to pieces.
+"""Static placement: whole training steps, long ones, MiniMalloc's hard instances, cut squares.
 
     python -m benchmarks.placement \
         --out packages/farspan-memory/benchmarks/results/placement.json
+
+`--long` measures only the long steps again, in a record that is there, and keeps what another
+record says of them as what was before (`--before`).
 
 Traces are written by `farspan memory trace` in processes of their own; nothing runs on a GPU. Each
 placement is checked before its numbers are kept. Seconds are of the processor, one thread. The
@@ -56,6 +59,8 @@ MIP_REQUESTS = 40
 SQUARES = ((81, 256), (161, 1024), (161, 256), (257, 1024), (257, 256))
 SQUARE_SEEDS = range(301, 305)
 SQUARE_SECONDS = 20.0
+
+LONG = (10_000, 50_000, 200_000)  # requests
 
 Solve = Callable[[], Solution]
 
@@ -159,6 +164,22 @@ def square_row(pieces: int, side: int, seed: int) -> dict[str, Any]:
     return {"pieces": len(requests), "side": side, "seed": seed, "solved": solved, **found}
 
 
+def long_step(count: int, seed: int = 7) -> list[PlacementRequest]:
+    """One birth a moment: a quarter live to the end, the others for twenty moments on average."""
+    random, found = Random(seed), []
+    for born in range(count):
+        drawn = random.randint(1, 4096) if random.random() < 0.5 else 2 ** random.randint(0, 12)
+        lasts = random.random() < 0.25
+        dies = count if lasts else born + 1 + int(random.expovariate(0.05))
+        found.append(PlacementRequest(ALIGNMENT * drawn, born, min(count, dies)))
+    return found
+
+
+def long_row(count: int) -> dict[str, Any]:
+    requests = long_step(count)
+    return {"requests": count, **measured(requests, partial(place_flat, requests))}
+
+
 def where() -> dict[str, Any]:
     """Hardware, versions and date."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -175,9 +196,20 @@ def where() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--long", action="store_true", help="only the long steps")
+    parser.add_argument("--before", type=Path, help="an earlier record of the long steps")
+    given = parser.parse_args()
+    out = given.out
+    if given.long:
+        known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+        known["long"] = {"where": where(), "rows": [long_row(count) for count in LONG]}
+        if given.before:
+            known["long"]["before"] = json.loads(given.before.read_text())["long"]["rows"]
+        out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        return
     allowed = {"squares": SQUARE_SECONDS, "others": SECONDS}
     found: dict[str, Any] = {"where": where(), "seconds_allowed": allowed}
+    found["long"] = {"where": where(), "rows": [long_row(count) for count in LONG]}
     found["hard"] = [hard_row(path) for path in sorted(HARD.glob("*.csv"))]
     found["squares"] = [square_row(*square, seed) for square in SQUARES for seed in SQUARE_SEEDS]
     found["steps"], found["transients"] = [], []

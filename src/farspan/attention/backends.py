@@ -74,7 +74,8 @@ def reference(
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1)[..., :tokens] @ v
+    # Sinks may be wider than keys, as HY-V4's are, and then so are all scores.
+    return scores.softmax(-1)[..., :tokens].to(v.dtype) @ v
 
 
 def _pieces(document_ids: Tensor | None, tokens: Tensor, window: int) -> Tensor:
@@ -435,6 +436,38 @@ class Padded:
         if x.shape[-1] == self.width:
             return x
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Directed(BlockKernel):
+    """Attention whose forward and backward are computed by two kernels.
+
+    Exact for any two: every kernel's LSE is the natural logarithm of sum exp of the scaled scores,
+    and every backward takes the out and LSE of the whole softmax, which several kernels may have
+    merged already (`CudaCudnn`). Only FlashAttention-2 and -3 cannot be such two, as PyTorch has
+    one of them at a time.
+    """
+
+    ahead: BlockKernel
+    back: BlockKernel
+
+    @property
+    def softcap(self) -> float | None:
+        return self.ahead.softcap
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        """Divide a block into blocks, each of which both kernels can compute by one call."""
+        return tuple(piece for part in self.ahead.split(block) for piece in self.back.split(part))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.ahead.forward(q, k, v, block, scale)
+
+    def backward(
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> Gradients:
+        return self.back.backward(queries, k, v, block, scale)
 
 
 # -- in plain PyTorch, tile by tile --------------------------------------------------------------

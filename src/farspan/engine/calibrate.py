@@ -4,7 +4,7 @@ Every rate is measured on the code that the engine runs: torch's products in the
 layer needs, attention through `select_kernel`, elementwise work that allocates its results, copies
 between the arenas of a step, cells of a tiny model. Sizes grow until one call takes too long, so
 that the curves of a laptop and of an H100 both end where the machine reaches its full speed. On a
-GPU the installed attention kernels are compared.
+GPU the installed attention kernels are compared, in each direction.
 """
 
 import hashlib
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.durable import write_whole
 from farspan.engine.far import far_curves
+from farspan.engine.float8 import float8_fault
 from farspan.engine.kernels import AttentionKernels, deterministic_algorithms
 from farspan.engine.microbench import (
     HEAD_DIM,
@@ -32,6 +35,7 @@ from farspan.engine.microbench import (
     Links,
     attention,
     attentions,
+    float8_products,
     links,
     logit,
     memory,
@@ -70,27 +74,32 @@ from farspan.spec import (
 
 LOG = logging.getLogger(__name__)
 CANDIDATES = [kernel for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
-KERNEL_TOKENS = (2048, 8192, 16384)  # of the calls that compare kernels
+KERNEL_TOKENS = (2048, 16384)  # of the calls that compare kernels
+# Two kernels for the two directions, of which PyTorch has one at a time.
+APART = {AttentionKernel.FA3, AttentionKernel.FLASH}
 KERNEL_MODEL = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class FastestKernel:
-    """Fastest attention kernel on one device in one dtype, and the slowdown of determinism."""
+    """Fastest attention kernels on one device in one dtype, and the slowdown of determinism."""
 
     kernel: AttentionKernel | None = None  # None: no kernels to choose from
-    deterministic: float = 1.0  # time of the fastest deterministic kernel over that of `kernel`
+    deterministic: float = 1.0  # time of the fastest deterministic kernels over that of the fastest
+    backward: AttentionKernel | None = None  # None: `kernel`
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # forward, backward
 
 
 def fastest_attention(
     bench: Bench, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> FastestKernel:
-    """Return the kernel with the least time for forward and backward, over causal and full
-    attention at each length in KERNEL_TOKENS. Kernels that are missing or fail are skipped."""
+    """Return the kernels with the least time for the forward and for the backward, over causal and
+    full attention at each length in KERNEL_TOKENS, under load. Kernels that are missing or fail are
+    skipped."""
     if bench.on_cpu or dtype not in (torch.bfloat16, torch.float16):
         return FastestKernel()
-    seconds: dict[AttentionKernel, float] = {}
-    same: dict[AttentionKernel, float] = {}
+    seconds: dict[AttentionKernel, tuple[float, float]] = {}
+    same: dict[AttentionKernel, tuple[float, float]] = {}
     for kernel in CANDIDATES:
         progress(f"attention by {kernel.value}")
         for found, deterministic in ((seconds, False), (same, True)):
@@ -105,33 +114,56 @@ def fastest_attention(
                 continue
     if not seconds:
         return FastestKernel()
-    best = min(seconds, key=lambda kernel: seconds[kernel])
+    pairs = [pair for pair in product(seconds, repeat=2) if set(pair) != APART]
+    best = min(pairs, key=partial(_pair_seconds, seconds))
     # A deterministic run takes the fastest, or flash attention if the fastest is cuDNN.
-    second = best if best in same else AttentionKernel.FLASH
-    slower = same[second] / seconds[best] if second in same else 1.0
-    return FastestKernel(best, max(1.0, slower))
+    flash = AttentionKernel.FA3 if AttentionKernel.FA3 in best else AttentionKernel.FLASH
+    second = tuple(kernel if kernel in same else flash for kernel in best)
+    slower = 1.0
+    if all(kernel in same for kernel in second):
+        slower = _pair_seconds(same, second) / _pair_seconds(seconds, best)
+    back = best[1] if best[1] is not best[0] else None
+    measured = {kernel.value: ways for kernel, ways in seconds.items()}
+    return FastestKernel(best[0], max(1.0, slower), back, measured)
 
 
-def _kernel_seconds(bench: Bench, dtype: torch.dtype) -> float:
-    made = (
+def _pair_seconds(
+    seconds: dict[AttentionKernel, tuple[float, float]], pair: tuple[AttentionKernel, ...]
+) -> float:
+    """Return the seconds of a forward by the first kernel and a backward by the second."""
+    return seconds[pair[0]][0] + seconds[pair[1]][1]
+
+
+def _kernel_seconds(bench: Bench, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the seconds of all compared calls of the bench's kernel: forwards, backwards."""
+    made = [
         attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
         for tokens in KERNEL_TOKENS
         for causal in (False, True)
+    ]
+    forward, backward = (
+        sum(bench.glance(a.call(backward=way)) for a in made) for way in (False, True)
     )
-    return sum(bench.glance(a.call(backward=way)) for a in made for way in (False, True))
+    return forward, backward
 
 
 @contextmanager
 def measuring_kernel(
-    bench: Bench, dtype: torch.dtype, kernel: AttentionKernel | None
+    bench: Bench,
+    dtype: torch.dtype,
+    kernel: AttentionKernel | None,
+    backward: AttentionKernel | None = None,
 ) -> Iterator[None]:
-    """Run the body with this kernel for the attention calls that the bench times."""
-    bench.kernel = kernel or AttentionKernel.AUTO
+    """Run the body with these kernels for the attention calls that the bench times; by default the
+    backward's is the forward's."""
+    bench.kernel, bench.backward_kernel = kernel or AttentionKernel.AUTO, backward
+    third = AttentionKernel.FA3  # it is registered if one direction needs it
     try:
-        with AttentionKernels(bench.device, dtype, bench.kernel).ready():
+        needs = third if backward is third else bench.kernel
+        with AttentionKernels(bench.device, dtype, needs).ready():
             yield
     finally:
-        bench.kernel = AttentionKernel.AUTO
+        bench.kernel, bench.backward_kernel = AttentionKernel.AUTO, None
 
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -213,10 +245,13 @@ class Calibration:
             if name not in self._fastest:  # once: one curve describes one kernel
                 self._fastest[name] = fastest_attention(self.bench, dtype, said)
             fastest = self._fastest[name]
-            with measuring_kernel(self.bench, dtype, fastest.kernel):
+            with measuring_kernel(self.bench, dtype, fastest.kernel, fastest.backward):
                 found = _rates(self.bench, dtype, said)
             self._rates[name] = replace(
-                found, kernel=fastest.kernel, deterministic=fastest.deterministic
+                found,
+                kernel=fastest.kernel,
+                backward_kernel=fastest.backward,
+                deterministic=fastest.deterministic,
             )
         progress("memory and copies")
         self._memory, self._links = memory(self.bench), links(self.bench)
@@ -255,6 +290,9 @@ class Calibration:
         )
         sources = ASSUMED if link.locks else ASSUMED | dict.fromkeys(("fetch", "evict"), PAGEABLE)
         record["pinned_bytes_a_second"] = link.pinned
+        compared = {name: found.seconds for name, found in self._fastest.items() if found.seconds}
+        if compared:  # seconds of the compared calls, [forward, backward] of each kernel
+            record["attention_seconds"] = compared
         about = self.bench.effort.about
         return MachineFile(spec, about, sources, record, self.bench.spread())
 
@@ -354,6 +392,9 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         "matmul": bench.curve(f"{path}.matmul", products(bench, dtype)),
         "weights": bench.curve(f"{path}.weights", weight_products(bench, dtype)),
     }
+    if not bench.on_cpu and dtype is torch.bfloat16 and _has_float8(bench.device):
+        progress("matrix products in FP8")
+        curves["fp8"] = bench.curve(f"{path}.fp8", float8_products(bench, dtype))
     progress("attention")
     for backward, way in ((False, "forward"), (True, "backward")):
         for causal, kind in ((False, "attention"), (True, "causal")):
@@ -362,7 +403,7 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
     curves |= far_curves(bench, path, dtype)
     return Rates(
         **curves,
-        peak=_peak(bench, dtype, curves.values()),
+        peak=_peak(bench, dtype, (curve for name, curve in curves.items() if name != "fp8")),
         head_dim=HEAD_DIM,
         softmax_forward=_softmax(bench, path, dtype, curves, backward=False),
         softmax_backward=_softmax(bench, path, dtype, curves, backward=True),
@@ -370,6 +411,13 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         # On a CPU a plan counts torch's allocations, which include the workspace of kernels.
         attention_workspace=0.0 if bench.on_cpu else workspace(bench, dtype),
     )
+
+
+def _has_float8(device: torch.device) -> bool:
+    """Return whether torchao is installed, and its products work on this device."""
+    with suppress(UnsupportedError):
+        return float8_fault(device) is None
+    return False
 
 
 def _softmax(

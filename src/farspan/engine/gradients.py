@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from farspan.activations import SavedActivations
 from farspan.attention.backends import accumulate_dtype
+from farspan.hf.attention_interface import casts
 from farspan.hf.fused_layers import Linears
 from farspan.hf.swap import Part, put_in
 from farspan.kernels.operations import Act, swiglu_again
@@ -342,11 +343,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_trained(module: nn.Module, x: Tensor) -> bool:
-    """Return whether the weight is a trained parameter without hooks, in the input's dtype."""
+    """Return whether the weight is a trained parameter without hooks, in the input's dtype, in
+    which the product is computed."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or weight._backward_hooks:
         return False
-    return torch.is_grad_enabled() and x.dtype is weight.dtype
+    return torch.is_grad_enabled() and x.dtype is weight.dtype and not casts(x.device.type)
 
 
 def _rows(x: Tensor) -> Tensor:

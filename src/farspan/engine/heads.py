@@ -194,7 +194,8 @@ class ValueHead:
             values = self.function(rows, targets.reshape(batch * tokens, -1))
         else:
             rows = self.stages.final(hidden).flatten(0, 1)
-            values = self.function(rows, targets.flatten(0, 1))
+            with self.stages.computing():
+                values = self.function(rows, targets.flatten(0, 1))
             if not isinstance(values, Tensor) or values.shape[:-1] != rows.shape[:1]:
                 what = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise UnsupportedError(

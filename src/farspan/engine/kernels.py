@@ -26,6 +26,7 @@ from farspan.attention.backends import (
     CpuFlash,
     CudaCudnn,
     CudaFlash,
+    Directed,
     Gradients,
     Padded,
     Tiled,
@@ -276,15 +277,17 @@ CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # make cuBLAS de
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
     """Choice of the attention kernel for each layer, on one device and in one dtype. With the
-    choice `auto`, a layer gets `fastest`, measured on this machine, if that supports the layer. A
-    layer with a soft cap gets FlashAttention-4, the only fast kernel with soft caps, if it is
-    installed and works here. Otherwise `select_kernel` decides by the card."""
+    choice `auto`, a layer gets `fastest`, measured on this machine, if that supports the layer, and
+    `fastest_backward` (None: the same) for its backward. A layer with a soft cap gets
+    FlashAttention-4, the only fast kernel with soft caps, if it is installed and works here.
+    Otherwise `select_kernel` decides by the card."""
 
     device: torch.device
     dtype: torch.dtype
     choice: AttentionKernel = AttentionKernel.AUTO
     deterministic: bool = False
     fastest: AttentionKernel | None = None
+    fastest_backward: AttentionKernel | None = None
     fused: bool = False  # farspan's own kernels, which the device has, merge partial results
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
@@ -295,7 +298,9 @@ class AttentionKernels:
         lengths = None
         if program is not None:
             lengths = chunk_lengths(program, most_of(spec, program.run))
-        return self._select(spec, self._choice(spec), lengths)
+        wanted = self.fastest, self.fastest_backward or self.fastest
+        ahead, back = (self._select(spec, self._choice(spec, w), lengths) for w in wanted)
+        return ahead if ahead == back else Directed(ahead, back)
 
     def refuse(self, model: ModelSpec) -> None:
         """Raise UnsupportedError if the chosen kernel cannot run one of the layers."""
@@ -311,20 +316,21 @@ class AttentionKernels:
 
     def is_ready(self) -> bool:
         """Return whether the chosen kernels run without the torch settings that `ready` makes."""
-        return not self.deterministic and self._wanted() is not AttentionKernel.FA3
+        return not self.deterministic and not self._registers()
 
-    def _wanted(self) -> AttentionKernel:
+    def _registers(self) -> bool:
+        """Return whether PyTorch's flash attention must be FlashAttention-3."""
         third = AttentionKernel.FA3
-        if self.choice is AttentionKernel.AUTO and self.fastest is third and _is_installed(third):
-            return third
-        return self.choice
+        if self.choice is AttentionKernel.AUTO:
+            return third in (self.fastest, self.fastest_backward) and _is_installed(third)
+        return self.choice is third
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Run the body with the torch settings that the chosen kernels need."""
         with ExitStack() as stack:
             stack.enter_context(deterministic_algorithms(self.deterministic))
-            if self._wanted() is AttentionKernel.FA3:
+            if self._registers():
                 stack.enter_context(flash_attention_3())
             yield
 
@@ -338,10 +344,11 @@ class AttentionKernels:
             self.device.type, self.dtype, *dims, spec.softcap, capability, choice, lengths
         )
 
-    def _choice(self, spec: LayerSpec) -> AttentionKernel:
+    def _choice(self, spec: LayerSpec, measured: AttentionKernel | None) -> AttentionKernel:
+        """Return a layer's kernel for one direction, in which `measured` was the fastest."""
         if self.choice is not AttentionKernel.AUTO:
             return self.choice
-        wanted = self.fastest if spec.softcap is None else AttentionKernel.FA4
+        wanted = measured if spec.softcap is None else AttentionKernel.FA4
         if wanted is None or self.device.type != "cuda" or not _is_installed(wanted):
             return AttentionKernel.AUTO
         try:
@@ -368,19 +375,24 @@ def attention_kernels(
 ) -> AttentionKernels:
     """Return the choice of attention kernels that a step's `Kernels` makes on this device."""
     fastest = measured_here(device, dtype)
-    return AttentionKernels(device, dtype, kernels.attention, kernels.deterministic, fastest, fused)
+    return AttentionKernels(
+        device, dtype, kernels.attention, kernels.deterministic, *fastest, fused=fused
+    )
 
 
-def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel | None:
-    """Return the kernel that `farspan calibrate` measured as fastest on this device, or None if
-    there is no such measurement. Raises UnsupportedError for an invalid machine file."""
+def measured_here(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[AttentionKernel | None, AttentionKernel | None]:
+    """Return the kernels whose forward and backward `farspan calibrate` measured as fastest on this
+    device; None without such a measurement, and for a backward by the forward's kernel. Raises
+    UnsupportedError for an invalid machine file."""
     if device.type != "cuda" or not user_file().is_file():
-        return None
+        return None, None
     machine = read(user_file()).spec
     rates = machine.rates.get(str(dtype).removeprefix("torch."))
     if rates is None or machine.name != torch.cuda.get_device_name(device):
-        return None
-    return rates.kernel
+        return None, None
+    return rates.kernel, rates.backward_kernel
 
 
 @cache

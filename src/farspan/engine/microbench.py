@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from farspan.attention.backends import BackwardQueries, BlockKernel, accumulate_dtype
+from farspan.attention.backends import BackwardQueries, BlockKernel, Directed, accumulate_dtype
+from farspan.engine.float8 import float8_linears
 from farspan.engine.kernels import select_kernel
 from farspan.engine.memory import PeakMemory
 from farspan.engine.tiers import Arena, CopyEngine
+from farspan.hf.swap import shell_of
 from farspan.program.attention_blocks import Block
 from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Tier
 
@@ -99,6 +101,7 @@ class Bench:
     generator: torch.Generator = field(init=False)
     looks: dict[tuple[str, float], list[float]] = field(init=False, default_factory=dict)
     kernel: AttentionKernel = AttentionKernel.AUTO  # kernel of the measured attention
+    backward_kernel: AttentionKernel | None = None  # of its backward; None: the same
     _curves: dict[str, Curve] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,11 +116,14 @@ class Bench:
         if self._agreed(name, size):
             return min(self.looks[name, size])
         first = min(self._run(call, 1) for _ in range(2))
-        if not self.on_cpu and first >= HEAVY and self.effort.loaded:
+        if self._is_heavy(first):
             return self.note(name, self._under_load(call, first), size)
         repeats = max(1, math.ceil(SHORTEST / max(first, 1e-9)))
         fastest = min(self._run(call, repeats) for _ in range(self.effort.tries))
         return self.note(name, fastest, size)
+
+    def _is_heavy(self, first: float) -> bool:
+        return not self.on_cpu and first >= HEAVY and self.effort.loaded > 0
 
     def _under_load(self, call: Call, first: float) -> float:
         """Return the seconds of a call when calls follow each other without pause. A GPU lowers its
@@ -142,7 +148,8 @@ class Bench:
     def glance(self, call: Call) -> float:
         """Return the seconds of one call, without recording the time."""
         self._run(call, 1)
-        return min(self._run(call, 1) for _ in range(self.effort.tries))
+        first = min(self._run(call, 1) for _ in range(self.effort.tries))
+        return self._under_load(call, first) if self._is_heavy(first) else first
 
     def note(self, name: str, seconds: float, size: float = 1.0) -> float:
         """Record the seconds of a call in this pass, and return its fastest time in all passes."""
@@ -217,6 +224,23 @@ def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
         yield size, 1, partial(torch.matmul, dy.t(), x)
 
 
+def float8_products(bench: Bench, dtype: torch.dtype) -> Points:
+    """Yield calls of a linear module's three products in FP8, casts included, for the shapes of
+    `products`."""
+    forward = float8_linears(bench.device.type).forward
+    for x, dy, weight in _linears(bench, dtype):
+        size = 2.0 * x.numel() * weight.shape[0]
+        outer, inner = weight.shape
+        module = nn.Linear(inner, outer, bias=False, device="meta")
+        module = shell_of(module, parameters={"weight": weight.requires_grad_()})
+        x.requires_grad_()
+
+        def call(x: Tensor = x, dy: Tensor = dy, module: nn.Linear = module) -> None:
+            torch.autograd.grad(forward(module, x), (x, module.weight), dy)
+
+        yield size, 3, call
+
+
 def _linears(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     width = 64
     while width <= WIDEST_PRODUCT:
@@ -279,8 +303,11 @@ def attention(
         bench.random(tokens, 1, heads // KV_SHARE, width, dtype=dtype).permute(1, 2, 0, 3)
         for _ in range(2)
     )
-    asked = width, width, None, capability, bench.kernel
-    kernel = select_kernel(bench.device.type, dtype, *asked)
+    ahead, back = (
+        select_kernel(bench.device.type, dtype, width, width, None, capability, choice)
+        for choice in (bench.kernel, bench.backward_kernel or bench.kernel)
+    )
+    kernel = ahead if ahead == back else Directed(ahead, back)
     return AttentionProblem(
         kernel, Block(0, None, start, start + tokens, 0, tokens, causal), q, k, v, dout
     )

@@ -17,13 +17,14 @@ from torch import nn
 from farspan.distributed.agreement import Agreement, Described
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
+from farspan.engine.float8 import float8_linears, refuse_float8
 from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import AttentionKernels, attention_kernels
 from farspan.engine.parallelize import UNREAD, ShardedModel, described, inside, parallelize
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.hf.describe import describe
 from farspan.hf.edits import Look, first_edit, has_same_parts, look
-from farspan.hf.fused_layers import fuse, spared_layers
+from farspan.hf.fused_layers import fuse, fuse_layers, spared_layers
 from farspan.hf.routers import Routers, routers_of
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
@@ -154,10 +155,7 @@ def prepare(
     fused = wanted.fused and fused_for(at, dtype)
     kernels = attention_kernels(wanted, at, dtype, fused=fused)
     linears = AccumulatingLinears()
-    if sharded is None or sharded.tensor is None:  # slices of weights have their own shells
-        linears.adds = wanted.accumulate and adds_products(at, dtype)
-        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
-    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
+    spec = _fused_spec(stages, wanted, linears, sharded)
     streamed = None
     if on_host:
         kept = weights if weights is not None and weights.is_of(stages) else None
@@ -177,7 +175,7 @@ def prepare(
         nullcontext if kernels.is_ready() else kernels.ready,
         fused,
         linears,
-        spared_layers(stages) if fused and sharded is None else frozenset(),
+        spared_layers(stages) if _may_spare(wanted, sharded, fused=fused) else frozenset(),
         _tiles(stages, schedule, sharded),
         _outer(stages, sharded, streamed),
         _drops(stages.model),
@@ -185,6 +183,32 @@ def prepare(
         context_limit(stages.model),
         _look_at(model, stages, sharded),
     )
+
+
+def _fused_spec(
+    stages: CausalLMStages,
+    wanted: Kernels,
+    linears: AccumulatingLinears,
+    sharded: ShardedModel | None,
+) -> ModelSpec:
+    """Choose the code that modules run, and return the model's sizes. Raises UnsupportedError."""
+    at, is_cut = stages.device, sharded is not None and sharded.tensor is not None
+    if not is_cut:  # slices of weights have their own shells
+        adds = wanted.accumulate and wanted.products is None
+        linears.adds = adds and adds_products(at, stages.dtype)
+        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
+    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
+    if wanted.products is not None:  # after the layers were compared with the model's own
+        refuse_float8(stages, at, cut=is_cut)
+        in_float8 = float8_linears(at.type).forward_of
+        fuse_layers(stages, wanted, at, in_float8, linears=linears)
+    return spec
+
+
+def _may_spare(wanted: Kernels, sharded: ShardedModel | None, *, fused: bool) -> bool:
+    """Return whether layers may skip an MLP's last product while nothing reads their output. The
+    gradient of that form is computed in the model's dtype, so FP8 products are never skipped."""
+    return fused and sharded is None and wanted.products is None
 
 
 def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:
@@ -215,6 +239,33 @@ def _refuse(stages: CausalLMStages, sharded: ShardedModel | None) -> None:
     refuse_dropout(stages.model, is_cut=sharded is not None and sharded.tensor is not None)
     if sharded is None:
         refuse_places(stages.model)
+
+
+def _refuse_autocast(model: PreparedModel) -> None:
+    """Raise UnsupportedError unless cells can repeat every operation under autocast, in memory that
+    a plan for the dtype of the weights has."""
+    stages, schedule, spec = model.stages, model.schedule, model.spec
+    reason = ""
+    if stages.dtype is not torch.float32:
+        reason = f"is for float32 weights, and these are {stages.dtype}; leave it out"
+    elif model.sharded is not None:
+        reason = "is not supported on several ranks; load the model in bfloat16"
+    elif spec.is_recurrent():
+        reason = "is not supported with recurrent layers; load the model in bfloat16"
+    elif stages.carries:
+        reason = "is not supported if layers share keys and values; load the model in bfloat16"
+    elif any(layer.indexer is not None for layer in spec.layers):
+        reason = "is not supported if an indexer chooses tokens; load the model in bfloat16"
+    elif schedule is None:
+        reason = "needs a written schedule, as the planner plans for one dtype; give one, such as "
+        reason += "farspan.Schedule(chunk=4096)"
+    elif schedule.activation_save_fraction or schedule.mlp_chunk_size or schedule.sparse:
+        reason = "is not supported with activation_save_fraction, mlp_chunk_size and sparse; leave "
+        reason += "them out"
+    elif model.weights is not None:
+        reason = "is not supported with weights in main memory; leave schedule.weights out"
+    if reason:
+        raise UnsupportedError(f"autocast: it {reason}")
 
 
 def _drops(model: nn.Module) -> bool:
@@ -262,8 +313,13 @@ class Preparations:
     sharded: ShardedModel | None
     whole_on: ParallelContext | None  # ranks that keep whole weights, which may then move
     device: torch.device | str | None  # that computes, if given
+    autocast: torch.dtype | None = None  # in the model's modules
     now: PreparedModel = field(init=False)
     _kept: list[PreparedModel] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.autocast is not None:  # farspan's own functions compute in the weights' dtype
+            self.wanted = replace(self.wanted, fused=False, accumulate=False, remake=False)
 
     def keep_whole(self) -> None:
         """Make the ranks `whole_on`, if given, keep all weights each and sum gradients among
@@ -326,6 +382,9 @@ class Preparations:
                 device=self.device,
                 weights=weights,
             )
+        if self.autocast is not None:
+            _refuse_autocast(self.now)
+            self.now.stages.autocast = self.autocast
         if self.now.weights is not None:  # their model's device is another from now on
             self.device = self.now.stages.device
         self._kept.append(self.now)

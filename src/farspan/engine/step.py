@@ -90,6 +90,8 @@ class Step:
             load-balancing loss is added as the model's own forward adds it, if its configuration
             has `output_router_logits`.
         label_smoothing: Share of each label that all ids get alike, of the step's own loss.
+        autocast: Run the modules of a float32 model under torch.autocast of this dtype, such as
+            torch.bfloat16, as mixed precision training does.
 
     Raises:
         UnsupportedError: The model cannot be trained exactly in chunks, the schedule does not fit
@@ -146,6 +148,7 @@ class Step:
         neftune_alpha: float | None = None,
         router_z: float = 0.0,
         label_smoothing: float = 0.0,
+        autocast: torch.dtype | None = None,
     ) -> None:
         context = ranks.ranks if isinstance(ranks, ShardedModel) else ranks
         sharded = ranks if isinstance(ranks, ShardedModel) else None
@@ -158,7 +161,7 @@ class Step:
                 sharded.refuse_elsewhere(asked)
         wanted, whole = kernels or Kernels(), context if sharded is None else None
         on = device or getattr(weights, "device", None)
-        models = Preparations(model, asked, wanted, sharded, whole, on)
+        models = Preparations(model, asked, wanted, sharded, whole, on, autocast)
         models.keep_whole()
         with agreement(context, "Step: preparing"):
             far = None if asked is None else far_step(asked, selector)

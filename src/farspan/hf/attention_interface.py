@@ -24,6 +24,7 @@ from farspan.hf.routers import ADDED, hooks, routers_of
 from farspan.hf.swap import put_in
 from farspan.spec import UnsupportedError
 
+F32 = torch.float32
 NAME = "farspan"
 PROBE = "farspan_probe"  # the same, with masks requested and their windows recorded
 
@@ -69,8 +70,22 @@ def _attention(
     if (positions := _first_positions.get()) is not None:
         _first_positions.set(None)
         query = positions.scaled(query)
-    out = active(module, query, key, value, scale, **keywords)
+    kind = query.device.type
+    if casts(kind):
+        # scaled_dot_product_attention rounds its inputs and its result. Buffers have the dtype of
+        # the weights, which holds rounded keys as they are.
+        narrow, wide = torch.get_autocast_dtype(kind), torch.promote_types(query.dtype, F32)
+        query, key, value = (part.to(narrow).to(wide) for part in (query, key, value))
+        out = active(module, query, key, value, scale, **keywords).to(narrow)
+    else:
+        out = active(module, query, key, value, scale, **keywords)
     return out.contiguous(), None  # like transformers' own: AFMoE and JetMoE call view on it
+
+
+def casts(kind: str) -> bool:
+    """Return whether autocast is on for a type of devices; for "meta", which torch refuses to tell,
+    it is not."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _chunked(module: nn.Module) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class IndexerCall:
     def sizes(self) -> Indexer:
         names = "n_heads", "head_dim", "index_topk", "qk_rope_head_dim"
         heads, dim, tokens, rotated = (int(getattr(self.module, name, 0)) for name in names)
-        return Indexer(heads, dim, tokens, rotated)
+        kinds = getattr(self.module.config, "indexer_types", None) or ()
+        return Indexer(heads, dim, tokens, rotated, passed="shared" in kinds)
 
     def keys(self) -> Tensor:
         """Return the chunk's index keys [B, C, D]."""

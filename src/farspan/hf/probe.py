@@ -168,6 +168,8 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
     if stages.first_position:  # no padding: its id is one less
         ids = ids.masked_fill(ids == stages.first_position - 1, stages.first_position)
     hidden = torch.randn(1, TOKENS, stages.width, generator=generator).to(stages.device)
+    if stages.carries and (choice := stages.carries[0].layout.choice):
+        hidden[..., -choice:] = 0  # queries of all layers see the first token
     with uncompiled(), _NoChance():
         with watching_masks(stages.model) as windows:
             whole, calls = _run_whole(stages, ids)
@@ -617,8 +619,11 @@ class ProbeAttention:
         softcap = keywords.get("softcap")
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chunked = bool(keywords.get("chunked"))
+        follows = keywords.get("indices") is not None and self.indexer is None
+        config: Any = module.config
+        made = Indexer(0, 0, int(config.index_topk)) if follows else self.indexer
         self.seen[layer] = LayerSpec(
-            *sizes, window, chunked, sinks is not None, softcap, indexer=self.indexer
+            *sizes, window, chunked, sinks is not None, softcap, indexer=made
         )
         self.indexer = None
         if layer in self.past:

@@ -102,17 +102,16 @@ def _refuse_modules(model: PreTrainedModel) -> None:
     name = type(model).__name__
     for path, module in text_modules(model):
         last = path.rpartition(".")[2]
+        if last == "compressor" and list(module.parameters()):
+            raise UnsupportedError(
+                f"model: {name} attends to keys that {path} makes of several tokens each, and "
+                "hides them by its mask alone; expected layers with a key for each token"
+            )
         if last == "indexer" and list(module.parameters()) and not is_indexer(module):
             raise UnsupportedError(
                 f"model: {name} attends to the tokens that {path} chooses, and does not pass "
                 "them to the attention interface; expected a model whose layers attend to all "
                 "tokens or to a window"
-            )
-        if getattr(module, "skip_topk", False):
-            raise UnsupportedError(
-                f"model: {path} of {name} attends to the tokens that an earlier layer chose "
-                "(indexer_types: shared), which no layer is given when it runs alone; expected an "
-                "indexer in every layer (indexer_types: full)"
             )
     for path, module in model.named_modules():
         # The model's own property changes its name between releases; its layers' flag does not.

@@ -92,9 +92,10 @@ class LongContext:
 
     Gradients equal those of the plain Trainer, also for sequences that are too long for its memory.
     No token sees or predicts across padding, nor from one packed document to the next (position_ids
-    that restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
-    autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights; a log
-    line says so.
+    that restart). Gradient checkpointing that the arguments turn on is left to the schedule. With
+    `bf16` steps run the modules of float32 weights under autocast. Where they cannot, as with a
+    schedule that is planned, it is refused or, if a configuration turns it on by itself (TRL's),
+    left to the dtype of the weights. Log lines say so.
 
     With TRL's SFT, DPO, KTO, Reward, GRPO and RLOO trainers, losses and metrics come from TRL's own
     code. A reference model, and the model without its adapters, run by the same schedule; the
@@ -115,6 +116,7 @@ class LongContext:
     # Set it if the overrides of `compute_loss`, `training_step` or `prediction_step` in the other
     # Trainer's class compute the plain loss and nothing else.
     plain_loss = False
+    _autocasts: bool | None = None  # whether steps run modules under autocast; None: not known yet
 
     accelerator: Any
     args: Any
@@ -370,7 +372,28 @@ class LongContext:
         return self._one_pass
 
     def _step_of(self, model: nn.Module, **further: Any) -> Step:
-        step = Step(
+        if self._autocasts is None:  # TRL may compute references before its own __init__ ends
+            self._leave_autocast()
+        asked = torch.bfloat16 if self._autocasts else None
+        try:
+            step = self._new_step(model, autocast=asked, **further)
+        except UnsupportedError as error:
+            if asked is None or not str(error).startswith("autocast: "):
+                raise
+            if not self._is_default("bf16"):
+                raise UnsupportedError(f"bf16: {error}") from error
+            self._autocasts = False  # of the reference, too
+            LOG.warning(
+                "bf16: no %s; steps compute in float32, the weights' dtype. To compute in "
+                "bfloat16, load the model with dtype=torch.bfloat16",
+                str(error).partition(";")[0],
+            )
+            step = self._new_step(model, **further)
+        step.drawn = self._number
+        return step
+
+    def _new_step(self, model: nn.Module, **further: Any) -> Step:
+        return Step(
             model,
             self._schedule,
             kernels=self._kernels,
@@ -382,8 +405,6 @@ class LongContext:
             label_smoothing=self.args.label_smoothing_factor,
             **further,
         )
-        step.drawn = self._number
-        return step
 
     def _count_draws(self) -> None:
         """Seed dropout by this batch's place in training, so that a resumed run draws the same."""
@@ -500,24 +521,24 @@ class LongContext:
         if hasattr(self.model, "disable_input_require_grads"):  # TRL enables it for adapters
             self.model.disable_input_require_grads()
 
+    def _is_default(self, name: str) -> bool:
+        """Return whether a configuration turns an argument on by itself, as TRL's does bf16."""
+        return any(f.name == name and f.default is not False for f in fields(self.args))
+
     def _leave_autocast(self) -> None:
-        """Turn off autocast: steps compute in the weights' dtype. Raises UnsupportedError if the
-        user, rather than a default of the configuration, asked for another dtype."""
+        """Leave autocast to steps, which run the modules of float32 weights under it; those of
+        bfloat16 weights compute in bfloat16 anyway."""
+        dtype = self.model.dtype
+        self._autocasts = bool(self.args.bf16) and dtype is torch.float32
         if not self.args.bf16:
             return
-        dtype = self.model.dtype
-        by_itself = any(f.name == "bf16" and f.default is not False for f in fields(self.args))
-        if dtype is not torch.bfloat16 and not (dtype is torch.float32 and by_itself):
+        if dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedError(
-                "bf16: a step of farspan needs False, got True, which would autocast float32 "
-                "weights; load the model with dtype=torch.bfloat16"
+                f"bf16: autocast is for float32 weights, and these are {dtype}; load the model "
+                "with dtype=torch.bfloat16"
             )
-        advice = "; to compute in bfloat16, load the model with dtype=torch.bfloat16"
-        LOG.warning(
-            "bf16: no autocast; steps compute in the weights' dtype, %s%s",
-            str(dtype).removeprefix("torch."),
-            advice * (dtype is torch.float32),
-        )
+        if dtype is torch.bfloat16:
+            LOG.warning("bf16: no autocast; steps compute in the weights' dtype, bfloat16")
         self.accelerator.native_amp = False
 
 

@@ -96,7 +96,7 @@ def choice_bytes(heads: LayerSpec, call: Call, run: tuple[int, int], tokens: int
     """Return the peak bytes of choosing the tokens that a chunk's queries see, without the choice,
     as `hf.indexer.IndexerCall.choose` and the indexers of transformers allocate them."""
     index = heads.indexer
-    if index is None or not heads.chosen(call.q_start + tokens):
+    if index is None or not index.dim or not heads.chosen(call.q_start + tokens):
         return 0
     memory, (batch, width) = Memory(), run
     stop, wide_scores = call.q_start + tokens, 4

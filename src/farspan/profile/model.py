@@ -208,7 +208,8 @@ class ProfiledCells:
             forward, backward = self._attention(spec, kind, made.heads_first)
         stays = attended if computes and not kind.buffered else 0
         moments = [highest(lines.before, *tokens), highest(lines.after, *tokens) + stays]
-        if kind.graph and spec.indexer is not None:  # its backward attends to the chosen tokens
+        if spec.indexer is not None and (kind.graph or spec.indexer.passed):
+            # A backward, or later layers, attend to the chosen tokens.
             moments.append(at(lines.at, *tokens) + self._choice(spec, kind))
         if computes:
             moments.append(at(lines.at, *tokens) + forward)

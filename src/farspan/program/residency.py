@@ -98,9 +98,9 @@ def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
     if states and not layer.attends():
         return states
     key, value = (batch, layer.kv_heads, layer.head_dim), (batch, layer.kv_heads, layer.value_dim)
-    index = (
-        [RowTensor(INDEX, (batch, layer.indexer.dim), layer.indexer.wide)] if layer.indexer else []
-    )
+    indexer, index = layer.indexer, list[RowTensor]()
+    if indexer is not None and indexer.dim:
+        index.append(RowTensor(INDEX, (batch, indexer.dim), indexer.wide))
     return [RowTensor("k", key), RowTensor("v", value), *index, *states]
 
 

@@ -18,10 +18,12 @@ enum {
 };
 
 // First fit (best = 0) or best fit (best = 1) in the order given, a permutation of 0 to n - 1: each
-// request goes to the lowest gap, or to the smallest one, that is free for its whole lifetime.
+// request goes to the lowest gap, or to the smallest one, that is free for its whole lifetime. What
+// takes no room goes to 0. After `seconds`, first fit puts requests above all that live with them.
+// FARSPAN_PLACE_UNKNOWN once one would reach `height`: the order is not lower.
 FARSPAN_API int32_t farspan_greedy(int64_t n, const int64_t *size, const int64_t *born,
                                    const int64_t *dies, const int64_t *order, int32_t best,
-                                   int64_t *address);
+                                   int64_t *address, double seconds, int64_t height);
 
 // Is there a placement of at most `height` bytes? Searched until it is found, proved away, or
 // `seconds` have passed. Deterministic but for the clock. `nodes` is the work done.

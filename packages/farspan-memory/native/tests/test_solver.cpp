@@ -49,7 +49,7 @@ int64_t least_height(const Problem &p) {
     int64_t least = INT64_MAX;
     do {
         EXPECT(farspan_greedy(p.count(), p.size.data(), p.born.data(), p.dies.data(), order.data(),
-                              0, address.data()) == FARSPAN_PLACE_FITS);
+                              0, address.data(), 60.0, INT64_MAX) == FARSPAN_PLACE_FITS);
         EXPECT(!overlaps(p, address));
         least = std::min(least, reach(p, address));
     } while (std::next_permutation(order.begin(), order.end()));

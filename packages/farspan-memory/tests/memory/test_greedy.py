@@ -21,7 +21,7 @@ from tests.memory.instances import hard, requests
 def test_every_placement_passes(problem: list[PlacementRequest]) -> None:
     found = place_greedily(problem)
     check_placement(problem, found)
-    assert found.height <= lowest_of(problem, ORDERS[:2]).height
+    assert found.height <= min(lowest_of(problem, (order,)).height for order in ORDERS)
 
 
 def test_best_fit_is_lower_where_first_fit_splits_the_larger_gap() -> None:
@@ -44,13 +44,16 @@ def test_best_fit_is_lower_where_first_fit_splits_the_larger_gap() -> None:
 def test_time_ends_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each order takes 4 s of a clock: of 10 s two are taken, of none one all the same."""
     now = [0.0]
-    tried: list[bool] = []
+    tried, left = list[bool](), list[float]()
     first_fit = placement.greedy
 
-    def slow(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
+    def slow(
+        columns: Columns, order: Sequence[int], best: bool = False, *, seconds: float, below: int
+    ) -> list[int] | None:
+        left.append(seconds)
         now[0] += 4.0
         tried.append(best)
-        return first_fit(columns, order, best)
+        return first_fit(columns, order, best, below=below)
 
     monkeypatch.setattr(placement, "perf_counter", lambda: now[0])
     monkeypatch.setattr(placement, "greedy", slow)
@@ -59,4 +62,7 @@ def test_time_ends_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
         found = place_greedily(hard("K"), seconds)
         check_placement(hard("K"), found)
         assert len(tried) == orders
+        assert left.pop(0) == seconds
+        assert all(later < seconds for later in left)
+        left.clear()
     assert found == place_greedily(hard("K"))

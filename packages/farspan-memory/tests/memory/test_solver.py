@@ -1,6 +1,7 @@
 """The native solver: greedy as by hand, and answers that brute force agrees with."""
 
 from random import Random
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -8,11 +9,13 @@ from hypothesis import strategies as st
 
 from farspan_memory.errors import UnsupportedError
 from farspan_memory.placement import (
+    ORDERS,
     Columns,
     Feasibility,
     PlacementRequest,
     fit,
     greedy,
+    largest_first,
     live_peak,
     placed_at,
     to_columns,
@@ -30,12 +33,18 @@ def verify(problem: list[PlacementRequest], height: int, addresses: tuple[int, .
     assert found.height <= height
 
 
+def takes_room(request: PlacementRequest) -> bool:
+    return request.size > 0 and request.born < request.dies
+
+
 def lowest_or_tightest(problem: list[PlacementRequest], order: list[int], best: bool) -> list[int]:
-    """Addresses by looking at every gap between those placed that live at the same time."""
+    """Addresses by looking at every gap between those placed that live at the same time. What takes
+    no room lies at 0."""
     addresses: dict[int, int] = {}
     for index in order:
         one = problem[index]
-        others = [(addresses[i], problem[i]) for i in addresses]
+        others = [(addresses[i], problem[i]) for i in addresses if takes_room(problem[i])]
+        others *= takes_room(one)
         beside = sorted(
             (low, low + r.size) for low, r in others if r.born < one.dies and one.born < r.dies
         )
@@ -55,7 +64,56 @@ def test_the_library_takes_the_lowest_gap_or_the_tightest(
     order = list(range(len(problem)))
     random.shuffle(order)
     columns = to_columns(problem)
-    assert greedy(columns, order, best) == lowest_or_tightest(problem, order, best)
+    expected = lowest_or_tightest(problem, order, best)
+    assert greedy(columns, order, best) == expected
+    height = max(
+        (at + r.size for at, r in zip(expected, problem, strict=True) if takes_room(r)), default=0
+    )
+    assert greedy(columns, order, best, below=height + 1) == expected
+    if height:
+        assert greedy(columns, order, best, below=height) is None
+
+
+def long_step(count: int) -> list[PlacementRequest]:
+    """A quarter of the requests live to the end, the others for some twenty births."""
+    random = Random(7)
+    lives = ((t, count if t % 4 == 0 else t + random.randint(1, 40)) for t in range(count))
+    return [PlacementRequest(512 * random.randint(1, 4096), t, min(count, e)) for t, e in lives]
+
+
+@pytest.mark.parametrize("first", range(len(ORDERS)))
+def test_a_long_step_has_the_addresses_of_a_scan(first: int) -> None:
+    problem = long_step(600)
+    order = sorted(range(len(problem)), key=lambda index: ORDERS[first](problem[index]))
+    assert greedy(to_columns(problem), order) == lowest_or_tightest(problem, order, best=False)
+
+
+def test_the_time_limit_ends_an_order() -> None:
+    """In no time only the first 256 requests look for gaps; the others stand on what is there."""
+    problem = long_step(800)
+    columns, order = to_columns(problem), list(range(len(problem)))
+    whole, found = greedy(columns, order), greedy(columns, order, seconds=0.0)
+    assert whole is not None
+    assert found is not None
+    verify(problem, sum(r.size for r in problem), tuple(found))
+    assert found[:256] == whole[:256]
+    assert found != whole
+    assert greedy(columns, order, seconds=NEVER) == whole
+
+
+def test_requests_take_little_more_time_than_their_number() -> None:
+    """Twelve times as many, some thirty times the CPU seconds; a scan of all took 130 times."""
+
+    def seconds(count: int) -> float:
+        problem = long_step(count)
+        columns = to_columns(problem)
+        order = sorted(range(count), key=lambda index: largest_first(problem[index]))
+        begin = process_time()
+        greedy(columns, order)
+        return process_time() - begin
+
+    few, many = min(seconds(5_000) for _ in range(3)), min(seconds(60_000) for _ in range(2))
+    assert many < 50 * few
 
 
 @given(requests(most=6, times=8))
