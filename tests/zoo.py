@@ -435,6 +435,30 @@ RECURRENT: dict[str, Family] = {
     "qwen3_5_text": Family({**ALTERNATELY, **DELTA}),
     "qwen3_next": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
 }
+RECURRENT |= {  # whose layers share an attention block, and read the embeddings again
+    "zamba": Family(
+        {
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "n_mamba_heads": 2,
+        }
+    ),
+    "zamba2": Family(
+        {
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 4,
+            "chunk_size": 16,
+            "adapter_rank": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        }
+    ),
+}
 
 
 def _known(families: dict[str, Family]) -> dict[str, Family]:

@@ -58,6 +58,48 @@ def test_writing_one_view_leaves_the_others_unmodified_to_autograd() -> None:
     assert torch.equal(gradient, torch.full((4,), 3.0, dtype=torch.float64))
 
 
+def test_a_view_that_is_asked_for_again_has_its_own_version() -> None:
+    """A slot is filled anew while a graph still names what it saved there."""
+    slab = arena(64)
+    first, second = (slab.view(0, (8,), torch.float64) for _ in range(2))
+    first.fill_(1)
+    version = first._version
+    second.fill_(2)
+    assert first._version == version
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_view_is_of_the_present_block(grows: bool) -> None:
+    slab = arena(64)
+    old = slab.view(0, (8,), torch.float64).fill_(1)
+    if not grows:
+        slab.release()
+    slab.reserve(128)
+    slab.poison()
+    assert bool(slab.view(0, (8,), torch.float64).isnan().all())
+    assert torch.equal(old, torch.ones_like(old))
+
+
+def test_a_view_first_asked_for_in_inference_mode_can_be_saved_for_a_backward() -> None:
+    slab = arena(64)
+    with torch.inference_mode():
+        slab.view(0, (8,), torch.float64).fill_(3)
+    weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    (weight * slab.view(0, (8,), torch.float64)).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((8,), 3.0, dtype=torch.float64))
+
+
+def test_views_beyond_those_kept_are_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "VIEWS_KEPT", 3)
+    slab = arena(64)
+    slab.view(0, (64,), torch.uint8).copy_(torch.arange(64))
+    for _ in range(2):
+        assert [int(slab.view(at, (1,), torch.uint8)) for at in range(64)] == list(range(64))
+    assert len(slab._views) <= 3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_poison_is_nan(dtype: torch.dtype) -> None:
     slab = arena(512)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -54,6 +55,24 @@ class Casts(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and out.dtype is torch.float32:
             self.count += out.shape in self.shapes
         return out
+
+
+def test_what_is_edited_between_steps_is_seen(model: PreTrainedModel) -> None:
+    """A step keeps views, shells and lists of parameters; the next one must not."""
+    step, layer = Step(model, SCHEDULE), model.model.layers[1]
+    gate = layer.mlp.gate_proj.weight
+    edits: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: gate.requires_grad_(False),
+        lambda: gate.requires_grad_(True),
+        lambda: setattr(model.model.norm, "variance_epsilon", 0.1),
+        lambda: setattr(model, "lm_head", nn.Linear(32, 64, bias=False)),
+        lambda: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
+    ]
+    for edit in edits:
+        edit()
+        model.double()
+        assert_close(run_step(model, step, DATA), run_oracle(model, DATA))
 
 
 @pytest.mark.parametrize("weights", Tier)

@@ -18,8 +18,8 @@ from farspan.hf.probe import Float64Mode
 from farspan.planner.walk import Walk
 from farspan.profile.model import Variant
 from farspan.program.layout import Layout, local_heads
-from farspan.spec import Sparse, Tier, UnsupportedError
-from tests.engine import test_ranks
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
+from tests.engine import test_dropout, test_ranks
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.engine.test_ranks import Case, outcomes_of
 from tests.grids import part_of
@@ -104,6 +104,18 @@ def test_frozen_layers_pass_gradients_of_inputs() -> None:
     assert_close(run_step(model, KEPT, data), run_oracle(model, data))
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("trains", [False, True])
+def test_noise_reaches_inputs_of_layers(*, trains: bool) -> None:
+    """NEFTune's, of the embeddings that a projection makes them of, whenever they are made."""
+    model, data = test_dropout.adapted("gemma4_e2b"), draw(45, batch=2)
+    model.get_input_embeddings().weight.requires_grad_(trains)
+    with Float64Mode():
+        step = Step(model, Schedule(chunk=16, groups=2), seed=test_dropout.SEED, neftune_alpha=40.0)
+        assert bool(step.model_spec.embeds) is not trains
+        test_dropout.assert_exact(model, step, data, alpha=40.0)
+
+
 def adapted(name: str, **fields: Any) -> PreTrainedModel:
     model = make_model(name, **fields)
     add_adapters(model, rank=2, alpha=4)
@@ -163,7 +175,7 @@ def test_inputs_are_made_again_if_nothing_is_trained_for_them() -> None:
     model = make_model("gemma4_e2b")
     add_adapters(model, rank=2, alpha=4)
     spec = Step(model, PLAIN).model_spec
-    assert spec.embeds
+    assert spec.embeds == 4 * 6
     assert spec.carried == 2 * 2 * (8 + 16)
 
 

@@ -122,7 +122,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "local_attention_probs_dropout_prob": 0.0,
     },
     "zaya": {"num_experts_per_tok": 1},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
     "qwen4_exp_text": QWEN4,
     "qwen4_exp": {"text_config": QWEN4},
 }

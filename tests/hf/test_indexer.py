@@ -24,6 +24,7 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.engine.test_ranks import Case, outcomes_of
+from tests.hf.test_every_architecture import small_model
 from tests.hf.test_families import KEPT, SCHEDULES, STREAMED
 from tests.numerics import relative_error
 from tests.planner.test_walk import CLOSE, agree, in_chunks, make
@@ -35,8 +36,8 @@ exactly = pytest.mark.usefixtures("float64_throughout")
 FAMILY = "deepseek_v32"
 SHARED = "glm_moe_dsa_shared", "hy_v4"  # some layers attend to what an earlier one chose
 FAMILIES = (FAMILY, "glm_moe_dsa", "axk2", "dots3_note_text", *SHARED)
-LAYOUTS = {"pipeline": Layout(pipeline=2), "data": Layout(data=2)}
-SHARING = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
+LAYOUTS = {"ulysses": Layout(ulysses=2), "pipeline": Layout(pipeline=2), "data": Layout(data=2)}
+REFUSED = Layout(shards=2), Layout(ring=2), Layout(tensor=2)
 DOCUMENTS = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
 
 
@@ -142,6 +143,8 @@ def test_layers_say_what_they_choose_by() -> None:
     assert indexers == [Indexer(4, 16, 8, 8, wide=True)] * 2 + [None] * 2
 
 
+PLAIN = Schedule(chunk=9, groups=2)
+
 # -- ranks ----------------------------------------------------------------------------------------
 
 
@@ -149,8 +152,12 @@ def over_two(names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         inputs = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
-        schedule = Schedule(chunk=9, groups=2)
-        cases = [Case(name, schedule, inputs, family) for family in (FAMILY, SHARED[0])]
+        # The last chunk of the first has one token, so one rank of Ulysses has none.
+        family = {"pipeline": SHARED[0]}.get(name, FAMILY)
+        cases = [Case(name, PLAIN, inputs, family)]
+        if name == "ulysses":
+            host = replace(STREAMED, chunk=9)
+            cases = [Case(name, KEPT, inputs, SHARED[0]), Case(name, host, inputs, FAMILY)]
         wrong += outcomes_of(LAYOUTS[name], cases)
     return wrong
 
@@ -162,11 +169,22 @@ def test_two_ranks_give_what_one_does() -> None:
 # -- what cannot be exact -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", SHARING, ids=str)
-def test_ranks_that_share_a_chunk_are_refused(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", REFUSED, ids=str)
+def test_ranks_that_spread_index_keys_are_refused(layout: Layout) -> None:
     model = Step(make_model(FAMILY), KEPT).model_spec
-    with pytest.raises(UnsupportedError, match="index keys of the whole prefix"):
+    with pytest.raises(UnsupportedError, match="among the tokens of the whole prefix"):
         refuse_shared_states(model, layout)
+
+
+@exactly
+def test_keys_of_several_tokens_are_refused() -> None:
+    """DeepSeek-V4's, which transformers trains with gradients for what makes them."""
+    model = small_model("deepseek_v4")
+    with pytest.raises(UnsupportedError, match="makes of several tokens each, and hides them"):
+        Step(model, PLAIN)
+    by_transformers(model, draw(37))
+    grads = {n: p.grad for n, p in model.named_parameters() if "3.self_attn.compressor" in n}
+    assert all((grad is None) == ("indexer" in name) for name, grad in grads.items())
 
 
 def test_another_choice_is_refused() -> None:

@@ -15,6 +15,7 @@ from farspan.hf import recurrent
 from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
 from farspan.hf.recurrent import RecurrentStates
+from farspan.program.layout import Layout, refuse_shared_states
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of
@@ -135,7 +136,8 @@ def test_bfloat16_is_as_close_as_plain(name: str) -> None:
     [
         exhaustive("mamba"),
         *("jamba", "minimax", "recurrent_gemma"),  # whose code begins with zeros
-        "falcon_h1",  # attends in the same layer
+        *("falcon_h1", "zamba2"),  # attend in the same layer, before or after the state
+        exhaustive("zamba"),
     ],
 )
 def test_states_go_on_from_a_chunk_and_not_from_a_document(name: str) -> None:
@@ -166,6 +168,19 @@ class TestRefused:
         ):
             step(*draw(8))
         step(*draw(1))
+
+    def test_ranks_of_shared_weights(self) -> None:
+        spec = Step(make_model("zamba2"), Schedule()).model_spec
+        with pytest.raises(UnsupportedError, match="share weights with one another"):
+            refuse_shared_states(spec, Layout(pipeline=2))
+        with pytest.raises(UnsupportedError, match=r"weights: .* shared by several layers"):
+            Step(make_model("zamba2"), Schedule(weights=Tier.HOST))
+
+    def test_sparse_attention_beside_a_state(self) -> None:
+        sparse = Sparse(page=4, budget=64, recent=0, sinks=0)
+        step = Step(make_model("falcon_h1"), Schedule(chunk=8, sparse=sparse))
+        with pytest.raises(UnsupportedError, match=r"sparse: layers of .* pass on a state"):
+            step(*draw(20))
 
     def test_tiles(self) -> None:
         message = refusal(make_model("qwen3_5_text"), Schedule(chunk=16, mlp_chunk_size=4))

@@ -61,6 +61,14 @@ def test_each_sequence_has_the_table_of_its_longest_document(family: str) -> Non
         assert relative_error(step.evaluate(*data), expected.loss) < 1e-12, what
 
 
+def test_a_sequence_gets_no_table_of_the_one_before() -> None:
+    """Also if nobody calls the model itself between two steps, which would make it another one."""
+    step = Step(long_rope("phi3"), SCHEDULE)
+    for data in (draw(61), draw(ORIGINAL), draw(61)):
+        fresh = Step(long_rope("phi3"), SCHEDULE)
+        assert torch.equal(step.evaluate(*data), fresh.evaluate(*data))
+
+
 class OfItsOwn(nn.Module):
     """Scales the table by the longest position, as PhiMoE's does."""
 

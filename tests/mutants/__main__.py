@@ -26,6 +26,7 @@ import pytest
 
 from tests.mutants.faults import FAULTS, Fault
 from tests.mutants.field import FIELD
+from tests.mutants.kept import KEPT
 from tests.mutants.kernels import KERNELS
 from tests.mutants.layers import LAYERS
 from tests.mutants.planner import PLANNER
@@ -135,7 +136,7 @@ def chosen(names: Sequence[str]) -> list[Fault]:
     """Faults with one of these in their names; all, without any."""
     return [
         f
-        for f in (*FAULTS, *FIELD, *KERNELS, *LAYERS, *PLANNER, *TEMPLATES, *TRUST)
+        for f in (*FAULTS, *FIELD, *KEPT, *KERNELS, *LAYERS, *PLANNER, *TEMPLATES, *TRUST)
         if not names or any(name in f.name for name in names)
     ]
 

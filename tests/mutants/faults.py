@@ -259,6 +259,18 @@ STATES = (
         tuple(f"{test}[falcon_h1]" for test in GIVEN),
     ),
     Fault(
+        "recurrence: a state that needs attention's output is not waited for",
+        "            if not self.goes_on():\n                raise KVWritten",
+        "            raise KVWritten",
+        tuple(f"{test}[zamba2]" for test in GIVEN),
+    ),
+    Fault(
+        "carried: the embedding that layers read gets no gradient",
+        "EMBEDDING: pieces[-2].contiguous() if",
+        "EMBEDDING: pieces[-2].detach() if",
+        tuple(f"{test}[zamba2]" for test in GIVEN),
+    ),
+    Fault(
         "recurrence: the gradient of a state twice",
         "_held(rows, state).copy_(gradient)",
         "_held(rows, state).copy_(2 * gradient)",

@@ -1,4 +1,4 @@
-"""Faults in what layers pass on besides a hidden state."""
+"""Faults in what layers pass on besides a hidden state, and in what their indexers choose."""
 
 from tests.mutants.faults import Fault
 
@@ -90,6 +90,12 @@ LAYERS = (
         "or self.graph or call.sizes.passed",
         "or self.graph",
         (f"{INDEXER}test_later_layers_are_given_a_choice_whose_own_attention_is_known",),
+    ),
+    Fault(
+        "indexer: each rank's queries choose as those of the first rank",
+        "start, end = program.share.tokens.ranges[chunk]",
+        "start, end = program.chunks[chunk]",
+        (f"{INDEXER}test_two_ranks_give_what_one_does",),
     ),
     Fault(
         "indexer: the backward attends to all tokens",

@@ -376,8 +376,8 @@ TRUST = (
     ),
     Fault(
         "attention: both calls of a layer get the first half of its values",
-        "later = self.values.chunk(2, 1)[1].repeat(1, 2, 1, 1)",
-        "later = self.values.chunk(2, 1)[0].repeat(1, 2, 1, 1)",
+        "later = whole.chunk(2, 1)[1].repeat(1, 2, 1, 1)",
+        "later = whole.chunk(2, 1)[0].repeat(1, 2, 1, 1)",
         ("tests/hf/test_two_calls.py::test_two_steps_are_exact",),
     ),
     Fault(

@@ -13,6 +13,8 @@ in the accumulate dtype, o' with LSE:
     ring      forward    kv of T[j] rows of every rank but the next
               backward   the same, and kv' of T[j] rows of every rank but this
 
+    indexers  forward    n (P - 1) (index key + choice)
+
 With equal parts, n (P - 1) = C - n = C (P - 1) / P. Only the ring's grow with the prefix. A forward
 that does not attend sends less: K, V if they are to be kept, q if a backward follows, and O.
 """
@@ -45,6 +47,7 @@ def _forward(program: Program, i: Forward) -> dict[str, int]:
     rows = _Rows(program, program.model.layers[i.layer])
     there = ulysses_forward(program, i)
     sent = {"ulysses": _heads(program, i.chunk, there)}
+    sent["ulysses"] += _heads(program, i.chunk, _indexed(program, i))
     if i.mode is not AttentionMode.NONE:
         sent["ulysses"] += _tokens(program, i.chunk, rows.out)
     if i.mode is AttentionMode.COMPUTE:
@@ -62,6 +65,21 @@ def ulysses_forward(program: Program, i: Forward) -> int:
         return rows.kv if i.write_kv is not None else 0
     at_hand = i.write_kv is None and program.buffers[i.prefix].tier is Tier.DEVICE
     return rows.query if at_hand else rows.query + rows.kv
+
+
+def _indexed(program: Program, i: Forward) -> int:
+    """Bytes a token of index keys and of the tokens that a query chose, as far as they are sent."""
+    layer, model = program.model.layers[i.layer], program.model
+    indexer, batch = layer.indexer, program.run.batch
+    if indexer is None:
+        return 0
+    attends = i.mode is AttentionMode.COMPUTE or i.graph
+    chosen = 4 * batch * layer.chosen(program.chunks[i.chunk][1])
+    needs = i.write_kv is not None or (chosen and (attends or indexer.passed))
+    at_hand = i.write_kv is None and program.buffers[i.prefix].tier is Tier.DEVICE
+    width = model.accumulate_bytes() if indexer.wide else model.element_bytes
+    keys = batch * indexer.dim * width * bool(needs and not at_hand)
+    return keys + chosen * attends
 
 
 def _backward(program: Program, i: Backward) -> dict[str, int]:

@@ -65,9 +65,9 @@ class IndexKeys:
     """Index keys of a chunk's prefix, and the chunk's place in its sequences."""
 
     chosen: int  # tokens that a query sees; 0: all
-    first: int  # the chunk's first token
+    first: int  # this rank's first token of the chunk
     tokens: int  # of a whole sequence
-    begins: Tensor | None  # first token of each query's document, [B, C]; None: 0
+    begins: Tensor | None  # first token of the document of each of these, [B, C]; None: 0
 
     def keys(self, prefix: KVPrefix, own: Tensor) -> Tensor:
         """Return the index keys of all earlier tokens and the chunk's own, [B, T, D]."""
@@ -114,23 +114,40 @@ class ChunkAttention:
             self.write(*((k, v) if self.exchange is None else self.exchange.to_heads(k, v)))
             if not self.goes_on():
                 raise KVWritten
-        chosen = keywords["indices"] if self.index is not None and self.index.chosen else None
-        if chosen is not None and not chosen.shape[2]:
-            chosen = None
-        return _Attend.apply(q, k, v, keywords.get("s_aux"), chosen, self, self.call(scale))
+        chosen, sinks = self._chosen(keywords.get("indices")), keywords.get("s_aux")
+        return _Attend.apply(q, k, v, sinks, chosen, self, self.call(scale))
 
     def choose(self, call: IndexerCall) -> Tensor:
-        """Return the tokens that the chunk's queries attend to, [B, C, topk]; [B, C, 0] if these
-        are all tokens, or if no attention is computed."""
+        """Return the tokens that this rank's queries attend to, [B, C, topk]; [B, C, 0] if these
+        are all tokens, or if nothing attends."""
         assert self.index is not None, "the layer has no indexer"
-        own = call.keys()
+        chooses = bool(self.index.chosen) and (self._attends() or call.sizes.passed)
+        if self.write_kv is None and not chooses:
+            return call.blank(0)
+        own = self._index_keys(call)
         if self.write_kv is not None:
             self.write_kv[INDEX].copy_(own.transpose(0, 1))
-        computes = self.mode is AttentionMode.COMPUTE or self.graph or call.sizes.passed
-        if not (computes and self.index.chosen):
+        if not chooses:
             return call.blank(0)
         keys = self.index.keys(self.key_values, own)
         return call.choose(keys, self.index.first, self.index.tokens, self.index.begins)
+
+    def _index_keys(self, call: IndexerCall) -> Tensor:
+        """Return the index keys of all of the chunk's tokens, [B, C, D]."""
+        if self.at_hand is not None:
+            return self.at_hand[INDEX].transpose(0, 1)
+        own = call.keys()
+        return own if self.exchange is None else self.exchange.of_all_tokens(own)
+
+    def _attends(self) -> bool:
+        """Return whether the cell, or its backward, computes attention."""
+        return self.mode is AttentionMode.COMPUTE or self.graph
+
+    def _chosen(self, indices: Tensor | None) -> Tensor | None:
+        """Return the tokens chosen for all of the chunk's queries; None if these see all tokens."""
+        if self.index is None or not self.index.chosen or indices is None or not self._attends():
+            return None
+        return indices if self.exchange is None else self.exchange.of_all_tokens(indices)
 
     def is_dense(self) -> bool:
         """Return whether this rank has all keys, and attention is not sparse."""
@@ -371,10 +388,8 @@ class AttentionContext:
             far=None if self.far is None else self.far.cell(i),
             graph=i.graph,
         )
-        if (spec := self.program.model.layers[i.layer]).indexer is not None:
-            start, stop = self.program.chunks[i.chunk]
-            tokens, begins = self.program.run.tokens, self.documents(i.chunk)
-            cell.index = IndexKeys(spec.chosen(stop), start, tokens, begins)
+        if self.program.model.layers[i.layer].indexer is not None:
+            cell.index = self._index(i.layer, i.chunk)
         if self.shares:
             self._share_cell(i, cell)
         if i.mode is AttentionMode.COMPUTE:
@@ -462,10 +477,23 @@ class AttentionContext:
             return None
         return [document_runs(row, start, stop) for row in rows]
 
+    def _index(self, layer: int, chunk: int) -> IndexKeys:
+        """Return the place of this rank's tokens of a chunk among those that they choose from."""
+        program, (_, stop) = self.program, self.program.chunks[chunk]
+        start, end = program.share.tokens.ranges[chunk]
+        begins = self.documents_of(start, end)
+        # A rank without a token of the chunk runs one for padding.
+        start = min(start, stop - 1)
+        chosen = program.model.layers[layer].chosen(stop)
+        return IndexKeys(chosen, start, program.run.tokens, begins)
+
     def documents(self, chunk: int) -> Tensor | None:
         """Return the index of the first token of each query's document, [B, C] int64, on the
         inputs' device; None if each row is one document."""
-        start, stop = self.queries(chunk)
+        return self.documents_of(*self.queries(chunk))
+
+    def documents_of(self, start: int, stop: int) -> Tensor | None:
+        """Return `documents` for the queries [start, stop)."""
         if self.inputs.documents is None or start == stop:
             return None
         # Computed from a tensor on the device: a copy would make the CPU wait in every cell.

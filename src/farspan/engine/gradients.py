@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from farspan.activations import SavedActivations
 from farspan.attention.backends import accumulate_dtype
+from farspan.hf.attention_interface import casts
 from farspan.hf.fused_layers import Linears
 from farspan.hf.swap import Part, put_in
 from farspan.kernels.operations import Act, swiglu_again
@@ -347,8 +348,7 @@ def _is_trained(module: nn.Module, x: Tensor) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or weight._backward_hooks:
         return False
-    casts = torch.is_autocast_enabled(x.device.type)
-    return torch.is_grad_enabled() and x.dtype is weight.dtype and not casts
+    return torch.is_grad_enabled() and x.dtype is weight.dtype and not casts(x.device.type)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -151,6 +151,7 @@ class Registers:
 
     hidden: dict[int, Tensor] = field(default_factory=dict)  # inputs by layer, [B, C, hidden]
     gradient: dict[int, Tensor] = field(default_factory=dict)  # gradients of those inputs, by layer
+    trained: dict[int, list[nn.Parameter]] = field(default_factory=dict)  # by layer
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # O and LSE by layer
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by layer and chunk
     calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
@@ -330,12 +331,14 @@ class Interpreter:
     def _embed_backward(self, chunk: int) -> None:
         gradient = self.registers.gradient.pop(0)
         parameters = self.head.parameters
+        if not parameters:
+            return
         span = self._stand_at(chunk)
         with torch.enable_grad():
-            hidden, _ = self.stages.embed(
+            hidden = self.stages.embedded(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
-        if parameters and hidden.requires_grad:  # PEFT may require it for no parameter
+        if hidden.requires_grad:  # PEFT may require it for no parameter
             found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
             self.gradients.add(parameters, found)
 
@@ -555,7 +558,11 @@ class Interpreter:
         self.recurrent.add(coming or self.recurrent.begin_backward(i), i, cell)
 
     def _trained(self, layer: int) -> list[nn.Parameter]:
-        return [p for p in self.stages.layers[layer].parameters() if p.requires_grad]
+        known = self.registers.trained
+        if layer not in known:
+            parameters = self.stages.layers[layer].parameters()
+            known[layer] = [p for p in parameters if p.requires_grad]
+        return known[layer]
 
     def _restore(self, i: Backward, cell: ChunkAttention | RecurrentCell, graph: Graph) -> None:
         if graph.saved is not None:

@@ -95,7 +95,6 @@ class RecurrentCell:
         call = self.call(self._whole(hidden), hidden.shape[1])
         call = with_states(call, RecurrentStates(attends=True))
         others = {mixer: partial(self._mix, hidden, mixer) for mixer in mixers(self.layer)}
-        attention.goes_on = lambda: self.only_state and not self.after
         own = answering(attention, attention.choose)
         with own, put_in(forwards(others)), suppress(KVWritten):
             return run_layer(self.layer, hidden, call)
@@ -210,7 +209,16 @@ class Recurrent:
         )
         if spec.attends():
             cell.attention = self.attention.begin(i, held)
+            cell.attention.goes_on = partial(self._goes_on, i, cell, cell.attention)
         return cell
+
+    def _goes_on(self, i: Forward, cell: RecurrentCell, attention: ChunkAttention) -> bool:
+        """Return whether a cell of which only K, V and the state are wanted has yet to find the
+        state: then the attention is computed, and its keys are fetched."""
+        if cell.after:
+            return False
+        self.attention.fetch(attention, i.layer, i.chunk)
+        return True
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
         """Return a function that runs a cell's forward again, for its backward."""

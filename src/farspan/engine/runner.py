@@ -213,7 +213,8 @@ class Runner:
                 draws = inputs.draws
                 dropping = drawing(user, draws) if draws or model.drops else nullcontext()
                 plain, counting = uncast(user.parameters()), counted(inputs.routers)
-                with streamed, routed(user), counting, plain, dropping, model.settings():
+                around = model.stages.kept_shells()
+                with streamed, routed(user), counting, plain, dropping, model.settings(), around:
                     yield
                 if sharded is not None:
                     sharded.sharded.end()

@@ -56,6 +56,9 @@ PAGEABLE = (
     "driver itself, or choose a schedule that keeps more on the device; farspan calibrate measures "
     "how slow copies are"
 )
+# Views that an arena keeps, some 2 MB of objects: 0.7 microseconds for one instead of 5.8. Long
+# programs have more, and cells that take milliseconds.
+VIEWS_KEPT = 4096
 
 
 class Arena:
@@ -71,6 +74,7 @@ class Arena:
         self._device = torch.device("cpu") if tier is Tier.HOST else device
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._mapped: Tensor | None = None  # its memory as a tensor of the device
+        self._views: dict[tuple[Any, ...], Tensor] = {}  # of the present block, by their arguments
         self._unlock: weakref.finalize[..., Arena] | None = None
 
     @property
@@ -100,6 +104,7 @@ class Arena:
 
     def release(self) -> None:
         self._mapped = None
+        self._views.clear()
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._unlock is not None:
             self._unlock()
@@ -121,6 +126,19 @@ class Arena:
             mapped: Return a host arena's memory as a tensor of the device, whose kernels read and
                 write it across the link; a pageable arena returns it as a host tensor.
         """
+        key = address, shape, dtype, mapped
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) == VIEWS_KEPT:
+                self._views.clear()
+            # An inference tensor could not be saved for a backward.
+            with torch.inference_mode(False):
+                found = self._views[key] = self._view(address, shape, dtype, mapped=mapped)
+        return found.data
+
+    def _view(
+        self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool
+    ) -> Tensor:
         size = dtype.itemsize
         assert address % size == 0, f"address {address} is not aligned to {dtype}"
         strides, step = [], 1

@@ -91,6 +91,12 @@ class HeadExchange:
     def to_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.begin_tokens(*tensors)()
 
+    def of_all_tokens(self, x: Tensor) -> Tensor:
+        """Return a tensor [B, tokens, D] of this rank's tokens for all tokens of the chunk."""
+        ranks = 1 if self.ulysses is None else self.ulysses.peers.size
+        (whole,) = self.to_heads(x[:, None].expand(-1, ranks, -1, -1))
+        return whole[:, 0]
+
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
         """Start the all-to-all that gives this rank all tokens of its heads; return a function that
         waits for the tensors. `parts` are pairs of a tensor and the range of heads to send, counted

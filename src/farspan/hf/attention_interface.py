@@ -91,11 +91,17 @@ def _rounded(
     """Return the result of an attention call. Under autocast it is rounded, as its inputs are: so
     does scaled_dot_product_attention. Buffers have the dtype of the weights, which holds them."""
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not casts(kind):
         return attend(module, q, k, v, scale, **keywords)
     narrow, wide = torch.get_autocast_dtype(kind), torch.promote_types(q.dtype, F32)
     q, k, v = (part.to(narrow).to(wide) for part in (q, k, v))
     return attend(module, q, k, v, scale, **keywords).to(narrow)
+
+
+def casts(kind: str) -> bool:
+    """Return whether autocast is on for a type of devices; for "meta", which torch refuses to tell,
+    it is not."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _chunked(module: nn.Module) -> dict[str, Any]:
@@ -163,10 +169,11 @@ class WholeValues:
     def attended(self, value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the result of one of the two calls, whose values are `value`, [B, C, H, D]."""
         _whole_values.set(None)
-        if self.second is not None:
-            return self.second
-        assert self.values is not None, "the layer has updated its cache"
-        later = self.values.chunk(2, 1)[1].repeat(1, 2, 1, 1)
+        (whole, self.values), (known, self.second) = (self.values, None), (self.second, None)
+        if known is not None:
+            return known
+        assert whole is not None, "the layer has updated its cache"
+        later = whole.chunk(2, 1)[1].repeat(1, 2, 1, 1)
         out, self.second = attend(torch.cat([value, later], -1)).chunk(2, -1)
         _whole_values.set(self)
         return out

@@ -2,19 +2,21 @@
 
 Some families give a layer more than the hidden state of the layer before: an input of its own that
 the model makes of the tokens (per-layer inputs), keys and values of an earlier layer (shared K, V),
-several streams of hidden states (AltUp, hyper-connections), or the tokens that an earlier layer's
-indexer chose (GLM-MoE-DSA, HY-V4). A packed tensor has them side by side for each token:
+several streams of hidden states (AltUp, hyper-connections), the embeddings (Zamba), or the tokens
+that an earlier layer's indexer chose (GLM-MoE-DSA, HY-V4). A packed tensor has them side by side
+for each token:
 
-    | hidden state, all streams | input of layer 0 | 1 | ... | K | V | K | V | choice |
+    | hidden state, all streams | input of layer 0 | 1 | ... | K | V | K | V | embedding | choice |
 
 Per-layer inputs for which nothing is trained, as with adapters, are left out: each chunk's calls
 make them again.
 
 Whatever runs between layers sees one hidden state: chunks, groups, copies to main memory, ranks. On
-the way down gradients of shared K, V and of per-layer inputs add up in the packed gradient, so they
-are complete when the layer, or the embedding, that made these tensors runs its backward.
+the way down gradients of shared K, V, of per-layer inputs and of embeddings add up in the packed
+gradient, so they are complete when the layer, or the embedding, that made these tensors runs its
+backward.
 
-Names of modules and arguments are those of Gemma 3n and Gemma 4 in transformers 5.24.
+Names of modules and arguments are those of Gemma 3n, Gemma 4 and Zamba in transformers 5.24.
 """
 
 import re
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 
 INPUT, SHARED = "per_layer_input", "shared_kv_states"  # arguments of a layer
 CHOICE = "prev_topk_indices"  # the same: tokens that an earlier layer chose, [B, T, n] int32
+EMBEDDING = "original_hidden_states"  # the same: layer 0's input
 _PIECES = 4  # before shared K, V: hidden state, inputs of layers before, own input, of layers after
 
 
@@ -42,6 +45,7 @@ class Carried:
     trains_inputs: bool  # else each call brings its input, and no packed tensor has it
     layers: int
     shared: tuple[tuple[str, int, int], ...]  # attention type, heads, head dim, of each shared K, V
+    embedding: int = 0  # elements of the embedding, if layers read it
     choice: int = 0  # elements whose bytes are the tokens that a query chose
     streams_last: bool = False  # a token's streams lie side by side, not the tokens of a stream
 
@@ -51,9 +55,9 @@ class Carried:
         return sum(self.sizes(0))
 
     @property
-    def asks_tokens(self) -> bool:
-        """True if the calls of layers differ between tokens at the same positions."""
-        return self.inputs > 0 and not self.trains_inputs
+    def again(self) -> int:
+        """Number of elements of a token's inputs of all layers that calls make again; 0: none."""
+        return 0 if self.trains_inputs else self.inputs * self.layers
 
     @property
     def _of_shared(self) -> list[int]:
@@ -62,8 +66,10 @@ class Carried:
     def packed(self, hidden: Tensor, inputs: Iterable[Tensor]) -> Tensor:
         """Return layer 0's input as a packed tensor, with zeros where later layers put K, V."""
         flat = self.flat(hidden)
-        blank = flat.new_zeros(()).expand(*flat.shape[:2], sum(self.sizes(0)[_PIECES:]))
-        return torch.cat([flat, *inputs, blank], -1)
+        blank = flat.new_zeros(()).expand(*flat.shape[:2], sum(self._of_shared) + self.choice)
+        shared, choice = blank.split([sum(self._of_shared), self.choice], -1)
+        embedding = [flat] if self.embedding else []
+        return torch.cat([flat, *inputs, shared, *embedding, choice], -1)
 
     def sizes(self, layer: int) -> list[int]:
         """Return the elements of each piece that a layer tells apart in a packed tensor."""
@@ -75,6 +81,7 @@ class Carried:
             own,
             after,
             *self._of_shared,
+            self.embedding,
             self.choice,
         ]
 
@@ -123,6 +130,7 @@ class LayerCarry:
     layer: int
     reads: str | None  # attention type of the shared K, V that the layer attends to
     writes: str | None  # of those that it makes
+    embedding: bool = False  # reads the embedding
     follows: bool = False  # attends to the tokens that an earlier layer chose
 
     def run(self, layer: nn.Module, packed: Tensor, keywords: dict[str, Any]) -> Tensor:
@@ -136,7 +144,10 @@ class LayerCarry:
             given = k.contiguous(), v.contiguous()
             # The key is the type of attention; in Gemma 3n of 5.20 the layer that made them.
             shared = defaultdict(lambda: given)
-        keywords = {**keywords, SHARED: shared}
+        if layout.embedding:
+            keywords = {**keywords, EMBEDDING: pieces[-2].contiguous() if self.embedding else None}
+        else:
+            keywords = {**keywords, SHARED: shared}
         if layout.inputs:
             own = pieces[2] if layout.trains_inputs else keywords[INPUT]
             keywords[INPUT] = own.contiguous()  # a saved view would keep the inputs of all layers
@@ -176,18 +187,26 @@ def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, .
             shared.setdefault(module.layer_type, (module.layer_type, heads, module.head_dim))
     inputs = config.hidden_size_per_layer_input if hasattr(decoder, _PROJECTION) else 0
     streams = config.altup_num_inputs if hasattr(decoder, "altup_projections") else 0
+    hybrid = [any(hasattr(layer, name) for name in _HYBRID) for layer in layers]
     if last := hasattr(decoder, "hc_head"):
         streams = config.hc_mult
     choice = 0
     if any(getattr(module, "skip_topk", False) for module in attentions):
         choice = -(-4 * config.index_topk // decoder.dtype.itemsize)
-    if not (shared or inputs or streams or choice):
+    if not (shared or inputs or streams or choice or any(hybrid)):
         return ()
     makers = (child for name, child in decoder.named_children() if _MAKES_INPUTS.match(name))
     trains = inputs > 0 and any(p.requires_grad for m in makers for p in m.parameters())
-    kinds = (*shared.values(),)
     layout = Carried(
-        config.hidden_size, streams, inputs, trains, len(layers), kinds, choice, streams_last=last
+        config.hidden_size,
+        streams,
+        inputs,
+        trains,
+        len(layers),
+        (*shared.values(),),
+        embedding=config.hidden_size if any(hybrid) else 0,
+        choice=choice,
+        streams_last=last,
     )
     return tuple(
         LayerCarry(
@@ -197,12 +216,14 @@ def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, .
             module.layer_type
             if _shares(module, "store_full_length_kv") and module.layer_type in shared
             else None,
+            hybrid[index],
             bool(getattr(module, "skip_topk", False)),
         )
         for index, module in enumerate(attentions)
     )
 
 
+_HYBRID = "shared_transf", "shared_transformer"  # of Zamba's and Zamba 2's hybrid layers
 _PROJECTION = "per_layer_model_projection"
 _MAKES_INPUTS = re.compile("embed_tokens|per_layer_")
 

@@ -5,7 +5,7 @@ A configuration alone is described by running its layers on stand-ins for the we
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -91,7 +91,8 @@ def _described(
         trainable=sum(p.numel() for p in trained_parameters(model)),
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
-        embeds=stages.asks_tokens,
+        embeds=stages.carries[0].layout.again if stages.carries else 0,
+        shares=stages.shares_weights,
     )
 
 
@@ -236,32 +237,38 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
     config = stages.model.config.get_text_config()
     active = getattr(config, "num_experts_per_tok", None) or 1
     pairs = zip(stages.layers, spec.layers, strict=True)
-    layers = (
-        replace(layer, work=_estimate(module, active, layer.activation_bytes, spec.element_bytes))
-        for module, layer in pairs
-    )
+    met: set[nn.Parameter] = set()
+    layers = []
+    for module, layer in pairs:
+        saved = layer.activation_bytes
+        layers.append(
+            replace(layer, work=_estimate(module, active, saved, spec.element_bytes, met))
+        )
+        met.update(module.parameters())
     return replace(spec, layers=tuple(layers))
 
 
-def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
+def _estimate(
+    layer: nn.Module, active: int, saved: int, width: int, met: Collection[nn.Parameter]
+) -> LayerWork:
     """Estimate a layer's work from its weights and saved bytes. Each matrix is multiplied once per
     token, or `active` of the experts that are stacked in one tensor. Convolutions over a few tokens
-    are left out. Saved tensors are written and read once, a lower bound of element-wise traffic."""
+    are left out. Saved tensors are written and read once, a lower bound of element-wise traffic.
+    Weights that layers before share (`met`) count for these."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
     stacked = [w for w in weights if w.ndim == 3 and id(w) not in narrow]
     products += [(w.shape[1], w.shape[2]) for w in stacked for _ in range(active)]
+    own = [w for w in weights if w not in met]
     return LayerWork(
-        parameters=sum(map(elements, weights)),
-        trainable=sum(w.numel() for w in trained_parameters(layer)),
+        parameters=sum(map(elements, own)),
+        trainable=sum(w.numel() for w in trained_parameters(layer) if w not in met),
         products=tuple(products),
         projections=min(PROJECTIONS, len(products)),
         forward_traffic=saved,
         backward_traffic=saved,
-        packed=sum(
-            elements(w) * width - held_bytes(w) for w in weights if not w.is_floating_point()
-        ),
+        packed=sum(elements(w) * width - held_bytes(w) for w in own if not w.is_floating_point()),
     )
 
 

@@ -27,7 +27,15 @@ from farspan.hf.attention_interface import (
     attends_twice,
     position_scale,
 )
-from farspan.hf.carried import INPUT, SHARED, LayerCarry, carries_of, named_arguments
+from farspan.hf.carried import (
+    EMBEDDING,
+    INPUT,
+    SHARED,
+    Carried,
+    LayerCarry,
+    carries_of,
+    named_arguments,
+)
 from farspan.hf.edits import layer_signature
 from farspan.hf.swap import Module, StandIn, shell_of
 from farspan.hf.unsupported import (
@@ -97,19 +105,28 @@ class _Record:
     model: nn.Module
     in_tuples: bool  # return (hidden, None) from layers
     named: bool  # record arguments by name
+    layers: int  # calls to record: those of the first layers
     hidden: Tensor | None = None  # the first layer's input
     calls: list[LayerCall] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Tape:
+    """Place where the recorders of a decoder's shell find the present record."""
+
+    record: _Record | None = None
 
 
 class _Recorder(StandIn):
     """Stand-in for a layer that records its call."""
 
-    def __init__(self, layer: nn.Module, record: _Record, last: bool):
+    def __init__(self, layer: nn.Module, tape: _Tape):
         super().__init__(layer)
-        self._record, self._last = record, last
+        self._tape = tape
 
     def forward(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        record = self._record
+        record = self._tape.record
+        assert record is not None
         if record.hidden is None:
             record.hidden = hidden
         elif hidden.shape != record.hidden.shape:
@@ -117,7 +134,7 @@ class _Recorder(StandIn):
         if record.named:
             arguments, keywords = (), named_arguments(self._module, arguments) | keywords
         record.calls.append(LayerCall(arguments, keywords))
-        if self._last:
+        if len(record.calls) == record.layers:
             raise _AllRecorded
         return (hidden, None) if record.in_tuples else hidden
 
@@ -125,12 +142,12 @@ class _Recorder(StandIn):
 class _Inject(StandIn):
     """Stand-in for all layers that returns a given hidden state, on which the head then runs."""
 
-    def __init__(self, layer: nn.Module, hidden: Any):
+    def __init__(self, layer: nn.Module):
         super().__init__(layer)
-        self._hidden = hidden
+        self.hidden: Any = None
 
     def forward(self, _: Tensor, *__: Any, **___: Any) -> Any:
-        return self._hidden
+        return self.hidden
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -210,17 +227,22 @@ class CausalLMStages:
         self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
         self.running = list(self.layers)  # the layers, or their shells
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
+        self._kept: dict[Any, Any] | None = None  # made in a step; None: no step keeps them
 
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
         """From now on, run copies of the layers, and of the modules between layers and logits.
         `shell` returns a copy of a module that shares its weights and may have another forward."""
-        self.running = [shell(layer) for layer in self.layers]
+        self.run_layers_in(shell)
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         holders = self._holders()
         inside = {*path, self.decoder, self.layers, *holders.values()}
         around = *path, self.decoder, *holders.values()
         beside = [child for module in around for child in module.children()]
         self._shells = {child: shell(child) for child in beside if child not in inside}
+
+    def run_layers_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
+        """From now on, run these copies of the layers; see `run_in`."""
+        self.running = [shell(layer) for layer in self.layers]
 
     def settle(self, longest: int) -> None:
         """Set the longest position of the next sequences, by which longrope picks frequencies."""
@@ -230,8 +252,27 @@ class CausalLMStages:
     def in_place(self) -> "CausalLMStages":
         """Return the same stages, which run on the parameters' own device."""
         twin = copy.copy(self)
-        twin._device = None
+        twin._device = twin._kept = None
         return twin
+
+    @contextmanager
+    def kept_shells(self) -> Iterator[None]:
+        """Make shells of modules around the layers once inside the context, as a step does. Nobody
+        edits the model there; between steps somebody may."""
+        before, self._kept = self._kept, {}
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Found]) -> Found:
+        """Return what `make` has made under this key in the present step."""
+        if self._kept is None:
+            return make()
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: Found = self._kept[key]
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -277,7 +318,13 @@ class CausalLMStages:
     @property
     def asks_tokens(self) -> bool:
         """True if calls of layers differ between tokens at the same positions."""
-        return bool(self.carries) and self.carries[0].layout.asks_tokens
+        return bool(self.carries) and self.carries[0].layout.again > 0
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if layers share weights with one another, as Zamba's share an attention block."""
+        each = sum(len(list(layer.parameters())) for layer in self.layers)
+        return each > len(list(self.layers.parameters()))
 
     @property
     def _embedding(self) -> Tensor:
@@ -308,6 +355,15 @@ class CausalLMStages:
         inputs = [c.keywords.pop(INPUT) for c in record.calls if layout.trains_inputs]
         return layout.packed(record.hidden, inputs), record.calls
 
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return layer 0's input alone, [batch, tokens, hidden]."""
+        if self.carries:
+            return self.embed(input_ids, position_ids)[0]
+        inputs = {"input_ids": tokens_as_read(self.model, input_ids), "position_ids": position_ids}
+        hidden = self._recorded_at(inputs, layers=1).hidden
+        assert hidden is not None
+        return hidden
+
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
         """Return each layer's arguments at these positions, without running the embedding. Inputs
         that layers get of the tokens themselves are all ones."""
@@ -327,15 +383,19 @@ class CausalLMStages:
         shape = (batch, position_ids.shape[1], width)
         return {"inputs_embeds": blank.expand(shape), "position_ids": position_ids}
 
-    def _record(self, **inputs: Tensor) -> _Record:
+    def _recorded_at(self, inputs: dict[str, Tensor], layers: int) -> _Record:
         if self.first_position:  # else the sum would be a copy of 8 bytes a token
             inputs["position_ids"] = inputs["position_ids"] + self.first_position
         with self.computing():
-            record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
+            return self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs, layers))
+
+    def _record(self, **inputs: Tensor) -> _Record:
+        record = self._recorded_at(inputs, len(self.layers))
         assert record.hidden is not None
         for call, carry in zip(record.calls, self.carries, strict=bool(self.carries)):
             call.carry = carry
             call.keywords.pop(SHARED, None)
+            call.keywords.pop(EMBEDDING, None)
         if self._caches is None:
             self._caches = self._given_caches(record.calls)
         for index, (call, names) in enumerate(zip(record.calls, self._caches, strict=True)):
@@ -353,7 +413,7 @@ class CausalLMStages:
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
-            cached = self._recorded(self._in_tuples, inputs, use_cache=True).calls
+            cached = self._recorded(self._in_tuples, inputs, len(calls), use_cache=True).calls
         except Exception:  # it can make none; its layers are then seen to pass no state on
             return [frozenset()] * len(calls)
         return [
@@ -362,21 +422,11 @@ class CausalLMStages:
         ]
 
     def _recorded(
-        self, in_tuples: bool, inputs: dict[str, Tensor], use_cache: bool = False
+        self, in_tuples: bool, inputs: dict[str, Tensor], layers: int, use_cache: bool = False
     ) -> _Record:
-        record = _Record(self.model, in_tuples, bool(self.carries))
-        last, modules = len(self.layers) - 1, self._settled
-        recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
-        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
-        attributes: dict[str, Any] = {"warn_if_padding_and_no_attention_mask": lambda *_: None}
-        if self.carries and "inputs_embeds" in inputs:
-            layout = self.carries[0].layout
-            modules, attributes = modules | layout.blank_modules(), attributes | layout.blank()
-        shell = shell_of(
-            self.decoder,
-            {**self._with_layers(nn.ModuleList(recorders), shell_of), **modules},
-            attributes=attributes,
-        )
+        blank = bool(self.carries) and "inputs_embeds" in inputs
+        shell, tape = self._once(("record", blank), lambda: self._recording(blank=blank))
+        record = tape.record = _Record(self.model, in_tuples, bool(self.carries), layers)
         try:
             shell(use_cache=use_cache, **inputs)
         except _AllRecorded:
@@ -388,9 +438,24 @@ class CausalLMStages:
                     "expected a decoder that leaves these unchanged"
                 ) from error
             raise
+        finally:
+            tape.record = None  # its tensors are the caller's
         raise UnsupportedError(
             f"model: {type(self.model).__name__} does not call every layer of its decoder in turn"
         )
+
+    def _recording(self, *, blank: bool) -> tuple[nn.Module, _Tape]:
+        """Return a shell of the decoder whose layers record their calls on a tape. If `blank`, it
+        makes no inputs of layers from its input embeddings."""
+        tape, modules = _Tape(), self._settled
+        recorders = nn.ModuleList([_Recorder(layer, tape) for layer in self.layers])
+        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
+        attributes: dict[str, Any] = {"warn_if_padding_and_no_attention_mask": lambda *_: None}
+        if blank:
+            layout = self.carries[0].layout
+            modules, attributes = modules | layout.blank_modules(), attributes | layout.blank()
+        modules = {**self._with_layers(recorders, shell_of), **modules}
+        return shell_of(self.decoder, modules, attributes=attributes), tape
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
         """Return the result of `run(in_tuples)`, which puts stand-ins in the layers' places. They
@@ -449,24 +514,33 @@ class CausalLMStages:
         tokens = hidden.shape[:2]
         layout = self.carries[0].layout if self.carries else None
         top = hidden if layout is None else layout.hidden_states(hidden)
-        layers = nn.ModuleList([_Inject(self.layers[0], (top, None) if in_tuples else top)])
-        decoder = self._shell(self.decoder, self._with_layers(layers, self._shell))
-        if layout is not None:
-            blanks = layout.blank_modules()
-            decoder = shell_of(decoder, blanks, attributes=layout.blank())
-        root = self._around(decoder, self._shell) if head else decoder
+        root, inject = self._once(("above", head), lambda: self._injected(layout, head=head))
         blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         width = self._embedding.shape[-1]
         position_ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
-        out = root(
-            inputs_embeds=blank.expand(*tokens, width),
-            position_ids=position_ids,
-            use_cache=False,
-        )
+        inject.hidden = (top, None) if in_tuples else top
+        try:
+            out = root(
+                inputs_embeds=blank.expand(*tokens, width),
+                position_ids=position_ids,
+                use_cache=False,
+            )
+        finally:
+            inject.hidden = None
         found: Tensor = out.logits if head else out.last_hidden_state
         if found.shape[:-1] != tokens:
             raise _Unpacked(self.model)
         return found
+
+    def _injected(self, layout: Carried | None, *, head: bool) -> tuple[nn.Module, _Inject]:
+        """Return a shell of the model, or of its decoder alone, and the stand-in for its layers."""
+        inject = _Inject(self.layers[0])
+        layers = nn.ModuleList([inject])
+        decoder = self._shell(self.decoder, self._with_layers(layers, self._shell))
+        if layout is not None:
+            blanks = layout.blank_modules()
+            decoder = shell_of(decoder, blanks, attributes=layout.blank())
+        return self._around(decoder, self._shell) if head else decoder, inject
 
     def in_copies(self) -> PreTrainedModel | None:
         """Return a copy of the model in which modules around the layers run their class's forward,

@@ -44,7 +44,8 @@ class Collectives:
         if mode is not AttentionMode.COMPUTE:
             # O comes back as tokens; K, V of a rebuild or q of a backward become heads.
             return self._ulysses(tokens, max(query, kv), out) + tensor
-        heads = self._exchange(tokens, query + kv, out, pieces, work)
+        indexed = _indexed_bytes(spec, self.question) // self._width()
+        heads = self._exchange(tokens, query + kv + indexed, out, pieces, work)
         return heads + self._shards_forward(spec, tokens) + tensor
 
     def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
@@ -178,12 +179,20 @@ def _elements(spec: LayerSpec) -> tuple[int, int, int]:
     return spec.query_heads * spec.head_dim, spec.kv_elements(), spec.output_elements()
 
 
+def _indexed_bytes(spec: LayerSpec, question: Question) -> int:
+    """Return the bytes per token of index keys and choices, of which each rank gets a copy."""
+    if spec.indexer is None or question.layout.ulysses == 1:
+        return 0
+    key = spec.indexer.dim * question.model.element_bytes
+    return question.layout.ulysses * (key + 4 * spec.indexer.tokens)
+
+
 def exchange_bytes(question: Question, chunk: int) -> int:
     """Return the most device bytes that messages between devices take, outside the program's
     buffers. `chunk` is the device's share of a chunk, in tokens. The sum is over kinds of messages,
     each at its own peak:
 
-    - Ulysses: q, K, V and O, once packed to be sent and once received;
+    - Ulysses: q, K, V and O, index keys and choices, once packed to be sent and once received;
     - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums in
       the accumulate dtype;
     - ring: K, V of two other devices, in use and arriving, and dK, dV that travel with them;
@@ -199,6 +208,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
     for spec in dict.fromkeys(model.layers):
         query, kv, out = _elements(spec)
         row = 2 * tokens * (query + kv + out) * width * (layout.ulysses > 1)
+        row += 2 * tokens * _indexed_bytes(spec, question)
         if layout.shards > 1:
             forward = query * width + (out + spec.query_heads) * wide
             backward = (query + 2 * out) * width + query * wide

@@ -39,6 +39,7 @@ from farspan.program.program import (
     Gather,
     Head,
     Instruction,
+    Load,
     Program,
     Reduce,
     aligned,
@@ -170,7 +171,36 @@ def rates_of(question: Question) -> Rates:
             f"dtype: {question.machine.name} has no rates for {question.dtype}, only for "
             f"{', '.join(question.machine.rates)}; run farspan calibrate, or choose one of these"
         )
+    if question.kernels.products is not None:
+        _refuse_products(question, found)
     return found
+
+
+def _refuse_products(question: Question, rates: Rates) -> None:
+    """Raise UnsupportedError for FP8 products with no price. On a CPU they are emulated, at the
+    price of products in the model's dtype, which is too low."""
+    name, dtype = question.machine.name, question.dtype
+    if dtype != "bfloat16":
+        raise UnsupportedError(
+            f"products: fp8 needs a model in bfloat16, got {dtype}; give dtype bfloat16, or leave "
+            "products out"
+        )
+    if rates.fp8 is None and not question.machine.on_cpu:
+        raise UnsupportedError(
+            f"products: {name} has no rates for fp8 (rates.{dtype}.fp8), as cards before Hopper "
+            "and machines that were calibrated without torchao; run farspan calibrate there, or "
+            "leave products out"
+        )
+    if question.adapter_rank() or question.nf4:
+        raise UnsupportedError(
+            "products: fp8 needs trained weights, not adapters over frozen ones; leave products or "
+            "lora out"
+        )
+    if question.layout.tensor > 1:
+        raise UnsupportedError(
+            "products: fp8 does not run with slices of weights (tensor); use ulysses instead, or "
+            "leave products out"
+        )
 
 
 @dataclass(slots=True)
@@ -246,7 +276,10 @@ class Prices:
             Reduce: _PriceRule(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
             Close: _PriceRule(lambda i: i, self._close),
         }
+        top = len(self.program.model.layers)
+        load = _PriceRule(lambda i: (sizes[i.chunk], i.layer < top), self._load)
         return (streamed if self.program.streams() else {}) | {
+            Load: load,
             Forward: _PriceRule(forward, self._forward),
             Backward: _PriceRule(backward, self._backward),
             Fetch: _PriceRule(copy, self._fetch),
@@ -348,8 +381,9 @@ class Prices:
         key = products, tokens, weights
         if key not in self._known:
             rows = self.program.run.batch * tokens
+            fp8 = self.question.kernels.products is not None
             self._known[key] = sum(
-                self.rates.product(2.0 * rows * inner * outer, weights=weights)
+                self.rates.product(2.0 * rows * inner * outer, weights=weights, fp8=fp8)
                 for inner, outer in products
             )
         return self._known[key]
@@ -395,7 +429,23 @@ class Prices:
     # -- stages outside the layers ---------------------------------------------------------------
 
     def _embed(self, i: Embed) -> Cost:
-        return Cost(compute=self._moved(2 * self._hidden_bytes(i.chunk)))
+        moved = self._moved(2 * self._hidden_bytes(i.chunk))
+        return Cost(compute=moved + self._inputs_of_layers(i.chunk))
+
+    def _load(self, i: Load) -> Cost:
+        """Price the first cell's call, for which a group above the first may embed its tokens
+        again; the head has none."""
+        is_called = self.program.model.embeds and i.layer < len(self.program.model.layers)
+        return Cost(compute=self._inputs_of_layers(i.chunk)) if is_called else NOTHING
+
+    def _inputs_of_layers(self, chunk: int) -> float:
+        model, rows = self.program.model, self.program.run.batch * self._tokens(chunk)
+        if not model.embeds:
+            return 0.0
+        flop = 2.0 * rows * model.hidden * model.embeds
+        # A table is looked up and scaled; a projection is scaled, normed and added.
+        moved = 16 * rows * model.embeds * model.element_bytes
+        return self.rates.product(flop) + self._moved(moved)
 
     def _head(self, i: Head) -> Cost:
         tokens, gradient = self._tokens(i.chunk), i.gradient

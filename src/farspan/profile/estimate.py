@@ -80,6 +80,7 @@ def _outer(model: ModelSpec) -> OuterProfile:
     hidden = model.passed() * width
     wide = model.accumulate_bytes()
     tables = max((4 * layer.head_dim * width for layer in model.layers), default=0)
+    tables += model.embeds * width
     logits = model.vocab * (width + 3 * wide) + 4 * hidden
     fresh = trained * (width + wide)
     once = hidden + logits

@@ -222,7 +222,7 @@ def _measuring() -> str:
 
 
 _NEWER = ("chunked", "indexer")  # fields of a layer that older profiles do not have
-_NEWER_OF_MODELS = "routers", "carried", "embeds"
+_NEWER_OF_MODELS = "routers", "carried", "embeds", "shares"
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:

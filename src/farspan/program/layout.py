@@ -78,10 +78,13 @@ class Layout:
 
 def sequence_layout(model: ModelSpec, devices: int) -> Layout:
     """Return a layout whose `devices` share every sequence: by heads (Ulysses) as far as the number
-    of K, V heads allows, then by shards of each chunk's K, V. Recurrent layers get a pipeline."""
-    if model.is_recurrent() or any(layer.indexer for layer in model.layers):
+    of K, V heads allows, then by shards of each chunk's K, V. Recurrent layers get a pipeline, and
+    layers with an indexer one instead of shards."""
+    if model.is_recurrent():
         return Layout(pipeline=devices)
     ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
+    if any(layer.indexer for layer in model.layers):
+        return Layout(ulysses=ulysses, pipeline=devices // ulysses)
     return Layout(ulysses=ulysses, shards=devices // ulysses)
 
 
@@ -247,17 +250,23 @@ def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
 def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
     """Raise UnsupportedError if ranks would share a sequence's tokens and a layer is recurrent, or
     would cut tensors that layers pass on besides the hidden state, or a layer chooses the tokens
-    that it attends to."""
-    if layout.sequence() > 1 and any(layer.indexer for layer in model.layers):
+    that it attends to, or layers share weights."""
+    apart = layout.shards * layout.ring * layout.tensor
+    if apart > 1 and any(layer.indexer for layer in model.layers):
         raise UnsupportedError(
-            "parallel: an indexer chooses tokens by the index keys of the whole prefix, which "
-            "ranks that share a chunk's tokens (ulysses, shards, ring, tensor) do not exchange; "
-            "use pipeline or data"
+            "parallel: an indexer chooses among the tokens of the whole prefix, whose keys shards "
+            "and rings spread over ranks, and which tensor parallelism cannot slice; use ulysses, "
+            "pipeline or data"
         )
     if layout.sequence() > 1 and model.is_recurrent():
         raise UnsupportedError(
             "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
             "share a chunk's tokens (ulysses, shards, ring, tensor); use pipeline or data"
+        )
+    if model.shares and layout.devices() > 1:
+        raise UnsupportedError(
+            f"parallel: layers of {model.name} share weights with one another, whose gradients "
+            "ranks would not add up; use one device"
         )
     if (model.carried or model.embeds) and layout.tensor > 1:
         raise UnsupportedError(

@@ -1,0 +1,44 @@
+"""Faults in what steps and cells keep of what they have made."""
+
+from tests.mutants.faults import Fault
+
+ARENA = "tests/engine/test_arena.py::"
+
+KEPT = (
+    Fault(
+        "arena: views stay when their block is released",
+        "self._views.clear()\n        self._block =",
+        "self._block =",
+        (f"{ARENA}test_a_view_is_of_the_present_block",),
+    ),
+    Fault(
+        "arena: two who ask for a view share its version",
+        "return found.data",
+        "return found",
+        (f"{ARENA}test_a_view_that_is_asked_for_again_has_its_own_version",),
+    ),
+    Fault(
+        "arena: a view of an evaluation cannot be saved by a step",
+        "with torch.inference_mode(False):\n                found =",
+        "if True:\n                found =",
+        (f"{ARENA}test_a_view_first_asked_for_in_inference_mode_can_be_saved_for_a_backward",),
+    ),
+    Fault(
+        "arena: all views are kept",
+        "if len(self._views) == VIEWS_KEPT:",
+        "if False:",
+        (f"{ARENA}test_views_beyond_those_kept_are_as_right",),
+    ),
+    Fault(
+        "stages: shells of one step stay for the next",
+        "before, self._kept = self._kept, {}",
+        "before = self._kept = self._kept or {}",
+        ("tests/hf/test_rope.py::test_a_sequence_gets_no_table_of_the_one_before",),
+    ),
+    Fault(
+        "engine: parameters trained in an earlier layer are taken for those of this one",
+        "return known[layer]",
+        "return next(iter(known.values()))",
+        ("tests/engine/test_step.py::test_what_is_edited_between_steps_is_seen",),
+    ),
+)
