@@ -282,7 +282,7 @@ class GroupSplits:
         """Whether a split's last group saves no activations, [splits, 1]: it has one layer and the
         head, or is not among those that keep them."""
         is_one = [sizes[-1] == 1 and self.has_head for sizes in self.sizes]
-        return np.array([[one] for one in is_one]) | (self.keeps[:, -1:] == 0)
+        return np.asarray(np.array([[one] for one in is_one]) | (self.keeps[:, -1:] == 0))
 
     @cached_property
     def last(self) -> Array:
