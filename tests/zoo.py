@@ -182,6 +182,7 @@ FURTHER: dict[str, Family] = {
     "cwm": Family(SLIDING),
     "deepseek_v2": Family({**LATENT, **ROUTED_EXPERTS}),
     "dots1": Family({**ROUTED_EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
+    "diffllama": Family(),
     "ernie4_5": Family(),
     "ernie4_5_moe": Family({**SMALL_EXPERTS, "moe_num_experts": 4}),
     "exaone4": Family(SLIDING),
