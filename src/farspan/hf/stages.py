@@ -21,7 +21,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from farspan.hf.attention_interface import FirstPositions, position_scale
+from farspan.hf.attention_interface import (
+    FirstPositions,
+    WholeValues,
+    attends_twice,
+    position_scale,
+)
 from farspan.hf.carried import (
     EMBEDDING,
     INPUT,
@@ -217,6 +222,7 @@ class CausalLMStages:
         self.carries = carries_of(self.decoder, self.layers)
         self.first_position = first_position(inner)
         self.scales = [position_scale(layer) for layer in self.layers]
+        self.twice = [attends_twice(layer) for layer in self.layers]
         self._by_length = chooses_by_length(inner.config)
         self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
         self.running = list(self.layers)  # the layers, or their shells
@@ -397,6 +403,8 @@ class CausalLMStages:
             if (scale := self.scales[index]) is not None:
                 first = FirstPositions(inputs["position_ids"], *scale)
                 call.keywords |= dict.fromkeys(names, first)
+            if self.twice[index]:
+                call.keywords |= dict.fromkeys(names, WholeValues())
         return record
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
