@@ -143,7 +143,7 @@ Choose = Callable[[IndexerCall], Tensor]  # called instead of an indexer's forwa
 
 
 def choose_whole(call: IndexerCall) -> Tensor:
-    """Choose for queries whose chunk is the whole sequence of one document."""
+    """Return the tokens chosen if the chunk is a whole sequence of one document."""
     return call.choose(call.keys(), 0, call.hidden.shape[1])
 
 

@@ -56,8 +56,8 @@ def spread(free: Array, counted: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleGrid:
-    """Schedules of one kind of rank that differ in how the layers are split into groups, in what is
-    saved, and in the tiers of x, attention and activations."""
+    """Schedules of one kind of rank that differ in the split of the layers into groups, in the
+    chunks saved, and in the tiers of x, attention and activations."""
 
     cell_prices: CellPrices
     schedule: Schedule  # in tokens of the sequence; the open choices are not read
