@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from farspan.engine.interpreter import Interpreter
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf import recurrent
@@ -62,6 +63,22 @@ def test_kept_graphs_are_exact(name: str) -> None:
     """All of them, which wait on the device for their backward; those of cut chunks are built
     again."""
     assert_exact(name, HOME, [draw(53, batch=2), draw(53, batch=2, documents=6, seed=1)])
+
+
+@pytest.mark.parametrize("name", part_of(RECURRENT, "falcon_h1", "jamba"))
+def test_kept_graphs_of_whole_chunks_take_what_is_planned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is too large for its place, and built again."""
+    rebuilt: list[int] = []
+    keep = Interpreter._keep_input
+    monkeypatch.setattr(
+        Interpreter,
+        "_keep_input",
+        lambda self, i, *rest: (rebuilt.append(i.layer), keep(self, i, *rest))[1],
+    )
+    Step(make_model(name, torch.float32), HOME, poison=True)(*draw(52, batch=2))
+    assert not rebuilt
 
 
 def test_a_graph_that_is_larger_than_planned_is_built_again() -> None:
