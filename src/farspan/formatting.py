@@ -201,6 +201,8 @@ def as_meant(word: str) -> str:
 ON, OFF = "on", "off"
 FIELDS = tuple(field.name for field in fields(Sparse))
 EXAMPLE = "page=64,budget=2K,recent=1K,sinks=64"
+# Of linear products of layers (`Kernels.products`).
+IN_FP8 = "linear products of layers in fp8, approximate: e4m3 operands with a scale a row"
 SEES_ALL = "which hides no token at this context and equals dense attention"
 
 

@@ -164,9 +164,17 @@ class AttentionKernel(StrEnum):
     FA4 = "fa4"  # also data-centre Blackwell
 
 
+class Products(StrEnum):
+    """A lower precision of the layers' linear products, an approximation that nothing chooses by
+    itself."""
+
+    FP8 = "fp8"  # e4m3 with a scale a row, by torchao's float8 training
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels that a schedule uses; their results differ only in rounding."""
+    """Kernels that a schedule uses; their results differ only in rounding, that of `products` more
+    than the model's dtype does."""
 
     attention: AttentionKernel = AttentionKernel.AUTO
     # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.
@@ -175,6 +183,7 @@ class Kernels:
     remake: bool = True  # kept layers compute norms' outputs and act(gate) * up again
     compile: bool = False  # run norms and dense MLPs of the layers through torch.compile
     deterministic: bool = False  # on CUDA, the same bits from the same step, slower
+    products: Products | None = None  # approximate linear products of layers; null: exact
 
     def __post_init__(self) -> None:
         if self.attention not in tuple(AttentionKernel):
@@ -186,6 +195,17 @@ class Kernels:
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise UnsupportedError(f"{field}: expected true or false, got {value!r}")
+        if self.products is not None:
+            self._check_products()
+
+    def _check_products(self) -> None:
+        if self.products not in tuple(Products):
+            raise UnsupportedError(f"products: expected null or fp8, got {self.products!r}")
+        object.__setattr__(self, "products", Products(self.products))
+        if self.compile:
+            raise UnsupportedError(
+                "products: fp8 does not run with compile: true; leave one of the two out"
+            )
 
 
 BACKWARD_PRODUCTS = 2.5  # attention's backward makes five matrix products, its forward two
@@ -348,6 +368,7 @@ class Rates:
     attention_backward: Curve
     peak: float  # the datasheet's dense rate, the denominator of MFU
     weights: Curve | None = None  # products for dW, with x transposed; None: as `matmul`
+    fp8: Curve | None = None  # a linear module's three products in FP8, with casts; None: unknown
     causal_forward: Curve | None = None  # of a causal square, hidden pairs not counted
     causal_backward: Curve | None = None  # None: as without a mask
     head_dim: int = 128
@@ -365,9 +386,11 @@ class Rates:
     chosen_backward: Curve | None = None
     votes: Curve | None = None  # for pages, in one kernel; None: a product that is written out
 
-    def product(self, flop: float, *, weights: bool = False) -> float:
+    def product(self, flop: float, *, weights: bool = False, fp8: bool = False) -> float:
         """Return the seconds that one matrix product takes."""
         curve = self.weights if weights and self.weights is not None else self.matmul
+        if fp8 and self.fp8 is not None:
+            curve = self.fp8
         return flop / curve.at(flop)
 
     def attention(

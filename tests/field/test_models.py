@@ -80,7 +80,7 @@ REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, "changes its input embeddings"),
     ("bart", BART, DECODER),
     ("bert", {}, READS),
-    ("diffllama", {}, TWICE),
+    ("dory", {}, TWICE),
     ("zaya", {}, "passes a layer more than the hidden state of the layer before"),
 ]
 

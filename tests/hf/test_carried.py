@@ -24,6 +24,7 @@ from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.engine.test_ranks import Case, outcomes_of
 from tests.grids import part_of
 from tests.hf.test_families import KEPT, PLAIN, STREAMED
+from tests.hf.test_fused import by_formulas  # noqa: F401 - a fixture
 from tests.hf.test_text import KINDS
 from tests.numerics import EXACT, relative_error
 from tests.planner.test_walk import (
@@ -236,3 +237,14 @@ def test_text_of_a_model_that_reads_images_is_exact() -> None:
     assert Step(model, PLAIN).model_spec.carried
     data = draw(37, batch=2)
     assert_close(run_step(model, KEPT, data), run_oracle(model, data))
+
+
+@pytest.mark.usefixtures("by_formulas", "float64_throughout")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_in_shells_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where norms, gates and rotations run on own kernels."""
+    monkeypatch.setattr("farspan.engine.preparation.adds_products", lambda *_: True)
+    model, data = make_model(family), draw(45, batch=2, documents=3)
+    step, expected = Step(model, KEPT, poison=True), run_oracle(model, data)
+    for _ in range(2):
+        assert_close(run_step(model, step, data), expected)

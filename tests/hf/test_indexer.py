@@ -24,6 +24,7 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.engine.test_ranks import Case, outcomes_of
+from tests.hf.test_every_architecture import small_model
 from tests.hf.test_families import KEPT, SCHEDULES, STREAMED
 from tests.numerics import relative_error
 from tests.planner.test_walk import CLOSE, agree, in_chunks, make
@@ -173,6 +174,17 @@ def test_ranks_that_spread_index_keys_are_refused(layout: Layout) -> None:
     model = Step(make_model(FAMILY), KEPT).model_spec
     with pytest.raises(UnsupportedError, match="among the tokens of the whole prefix"):
         refuse_shared_states(model, layout)
+
+
+@exactly
+def test_keys_of_several_tokens_are_refused() -> None:
+    """DeepSeek-V4's, which transformers trains with gradients for what makes them."""
+    model = small_model("deepseek_v4")
+    with pytest.raises(UnsupportedError, match="makes of several tokens each, and hides them"):
+        Step(model, PLAIN)
+    by_transformers(model, draw(37))
+    grads = {n: p.grad for n, p in model.named_parameters() if "3.self_attn.compressor" in n}
+    assert all((grad is None) == ("indexer" in name) for name, grad in grads.items())
 
 
 def test_another_choice_is_refused() -> None:

@@ -1,9 +1,10 @@
-"""Faults in the choice of kernels: attention's in each direction."""
+"""Faults in the choice of kernels: attention's in each direction, products in FP8."""
 
 from tests.mutants.faults import Fault
 
 CHOSEN = "tests/engine/test_kernels.py::"
 EACH_WAY = "test_each_direction_has_the_kernel_that_was_measured_for_it"
+FP8 = "tests/engine/test_float8.py::"
 TAKEN = "tests/engine/test_calibrate.py::test_kernels_that_are_here_are_compared"
 
 KERNELS = (
@@ -30,5 +31,29 @@ KERNELS = (
         "pairs = [pair for pair in product(seconds, repeat=2) if set(pair) != APART]",
         "pairs = list(product(seconds, repeat=2))",
         (TAKEN,),
+    ),
+    Fault(
+        "fp8: layers compute their products in the model's dtype",
+        "out: Tensor = shell_of(self.like, parameters=parameters)(x)",
+        "out: Tensor = nn.functional.linear(x, **parameters)",
+        (f"{FP8}test_a_step_is_that_of_the_converted_model[60]",),
+    ),
+    Fault(
+        "fp8: frozen weights are taken",
+        'return "is frozen" if trains and not weight.requires_grad else None',
+        "return None",
+        (f"{FP8}test_a_model_that_cannot_is_refused",),
+    ),
+    Fault(
+        "fp8: plans price products as ever",
+        "if fp8 and self.fp8 is not None:",
+        "if fp8 and self.fp8 is None:",
+        (f"{FP8}test_plans_price_it_and_say_so",),
+    ),
+    Fault(
+        "fp8: a run's files do not call it approximate",
+        'return found if products is None else {**found, "products": products.value}',
+        "return found",
+        (f"{FP8}test_every_output_of_a_run_says_so",),
     ),
 )

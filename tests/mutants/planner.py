@@ -130,6 +130,24 @@ PLANNER = (
         ("tests/planner/test_quantized.py::test_one_module_at_a_time_is_unpacked",),
     ),
     Fault(
+        "bounds: what runs after a group's end hides no gather",
+        "inner + entered + remade - between)",
+        "inner + entered + remade)",
+        ("tests/planner/test_bound.py::test_bounds_hold_where_weights_are_gathered",),
+    ),
+    Fault(
+        "bounds: no cell hides the gather of the weights after it",
+        "shown = np.maximum(0.0, gather[1:] - first[:-1])",
+        "shown = gather[1:]",
+        ("tests/planner/test_bound.py::test_bounds_hold_where_weights_are_gathered",),
+    ),
+    Fault(
+        "bounds: layers are gathered again behind their rebuild",
+        "if grid.schedule.kv_kept:",
+        "if True:",
+        ("tests/planner/test_bound.py::test_bounds_know_the_network",),
+    ),
+    Fault(
         "sparse: bounds of time leave out choosing pages",
         "return sum(self.prices.sparse.votes(spec, chunk) for chunk in choosing)",
         "return 0.0 * len(choosing)",

@@ -16,7 +16,7 @@ from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.profile.catalog import split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
-from farspan.spec import SHORT_NAMES, Schedule, Sparse, UnsupportedError
+from farspan.spec import SHORT_NAMES, Products, Schedule, Sparse, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 
 app = typer_app()
@@ -118,7 +118,7 @@ def verify_command(
         tell(loaded, words, texts, schedule, attention, **data)
     else:
         tell = load("farspan.cli.with_torch", "verify_and_tell")
-        tell(loaded, schedule, attention, documents=documents, **data)
+        tell(loaded, schedule, attention, documents=documents, products=products_of(run), **data)
 
 
 def model_notes(model: Any, run: RunConfig | None) -> list[str]:
@@ -257,6 +257,11 @@ def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | Non
             return None
         return (before or SparseConfig()).over(pages)
     return None if run is None else run.sparse
+
+
+def products_of(run: RunConfig | None) -> Products | None:
+    """Return the run's approximate linear products, whose error is shown, too."""
+    return None if run is None else run.kernels.products
 
 
 def ranks_note(run: RunConfig | None) -> str | None:

@@ -32,7 +32,7 @@ from farspan.engine.reference import Approximation
 from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.formatting import read_tokens, sparse_words, write_sparse, write_tokens
+from farspan.formatting import IN_FP8, read_tokens, sparse_words, write_sparse, write_tokens
 from farspan.hf.load import Weights, add_adapters, load_model, resize_embeddings
 from farspan.hf.merge import merge
 from farspan.hf.quantized import refuse_whole
@@ -50,7 +50,7 @@ from farspan.sparse.budget import (
     whole_tokens,
 )
 from farspan.sparse.index import principal_index
-from farspan.spec import Schedule, Sparse, UnsupportedError
+from farspan.spec import Products, Schedule, Sparse, UnsupportedError
 from farspan.train.config import HubConfig, ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
 from farspan.train.hub import PushFailed, push, refuse_login
@@ -142,6 +142,7 @@ def result_json(result: TrainingResult) -> dict[str, Any]:
     heldout, comparison = result.heldout_loss, result.comparison
     return {
         **({"attention": "sparse"} if result.sparse else {}),
+        **({} if result.products is None else {"products": result.products.value}),
         "folder": str(result.folder),
         "step": result.step,
         "steps": result.steps,
@@ -207,6 +208,7 @@ def verify_and_tell(
     seed: int,
     notes: Iterable[str],
     in_json: bool,
+    products: Products | None = None,
 ) -> None:
     """Print the notes, verify gradients, and print the result. Raises typer.Exit with the command's
     exit status, and UnsupportedError."""
@@ -214,7 +216,7 @@ def verify_and_tell(
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
     selector = selector_for(attention, schedule, run.tokens)
-    outcome = verify(model, schedule, run, worst=10, selector=selector)
+    outcome = verify(model, schedule, run, worst=10, selector=selector, products=products)
     if in_json:
         print(json.dumps(outcome.to_json()))
     else:
@@ -241,6 +243,12 @@ def show_outcome(outcome: Verification) -> None:
     show(f"limit: {outcome.rule}")
     if outcome.sparse is not None:
         show_approximation(outcome.sparse)
+    if (told := outcome.products) is not None:
+        show(
+            f"APPROXIMATE: with {IN_FP8}\nrelative error against float64: all gradients "
+            f"{told.gradient_error:.2e}, loss {told.loss_error:.2e}; of bfloat16 itself: "
+            f"{told.own_gradient_error:.2e} and {told.own_loss_error:.2e}"
+        )
 
 
 def show_approximation(result: Approximation) -> None:

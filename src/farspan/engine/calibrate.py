@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.durable import write_whole
 from farspan.engine.far import far_curves
+from farspan.engine.float8 import float8_fault
 from farspan.engine.kernels import AttentionKernels, deterministic_algorithms
 from farspan.engine.microbench import (
     HEAD_DIM,
@@ -34,6 +35,7 @@ from farspan.engine.microbench import (
     Links,
     attention,
     attentions,
+    float8_products,
     links,
     logit,
     memory,
@@ -390,6 +392,9 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         "matmul": bench.curve(f"{path}.matmul", products(bench, dtype)),
         "weights": bench.curve(f"{path}.weights", weight_products(bench, dtype)),
     }
+    if not bench.on_cpu and dtype is torch.bfloat16 and _has_float8(bench.device):
+        progress("matrix products in FP8")
+        curves["fp8"] = bench.curve(f"{path}.fp8", float8_products(bench, dtype))
     progress("attention")
     for backward, way in ((False, "forward"), (True, "backward")):
         for causal, kind in ((False, "attention"), (True, "causal")):
@@ -398,7 +403,7 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
     curves |= far_curves(bench, path, dtype)
     return Rates(
         **curves,
-        peak=_peak(bench, dtype, curves.values()),
+        peak=_peak(bench, dtype, (curve for name, curve in curves.items() if name != "fp8")),
         head_dim=HEAD_DIM,
         softmax_forward=_softmax(bench, path, dtype, curves, backward=False),
         softmax_backward=_softmax(bench, path, dtype, curves, backward=True),
@@ -406,6 +411,13 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         # On a CPU a plan counts torch's allocations, which include the workspace of kernels.
         attention_workspace=0.0 if bench.on_cpu else workspace(bench, dtype),
     )
+
+
+def _has_float8(device: torch.device) -> bool:
+    """Return whether torchao is installed, and its products work on this device."""
+    with suppress(UnsupportedError):
+        return float8_fault(device) is None
+    return False
 
 
 def _softmax(

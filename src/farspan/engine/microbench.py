@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from farspan.attention.backends import BackwardQueries, BlockKernel, Directed, accumulate_dtype
+from farspan.engine.float8 import float8_linears
 from farspan.engine.kernels import select_kernel
 from farspan.engine.memory import PeakMemory
 from farspan.engine.tiers import Arena, CopyEngine
+from farspan.hf.swap import shell_of
 from farspan.program.attention_blocks import Block
 from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Tier
 
@@ -220,6 +222,23 @@ def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
         yield size, 1, partial(torch.matmul, dy.t(), x)
+
+
+def float8_products(bench: Bench, dtype: torch.dtype) -> Points:
+    """Yield calls of a linear module's three products in FP8, casts included, for the shapes of
+    `products`."""
+    forward = float8_linears(bench.device.type).forward
+    for x, dy, weight in _linears(bench, dtype):
+        size = 2.0 * x.numel() * weight.shape[0]
+        outer, inner = weight.shape
+        module = nn.Linear(inner, outer, bias=False, device="meta")
+        module = shell_of(module, parameters={"weight": weight.requires_grad_()})
+        x.requires_grad_()
+
+        def call(x: Tensor = x, dy: Tensor = dy, module: nn.Linear = module) -> None:
+            torch.autograd.grad(forward(module, x), (x, module.weight), dy)
+
+        yield size, 3, call
 
 
 def _linears(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

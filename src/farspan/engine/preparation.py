@@ -17,13 +17,14 @@ from torch import nn
 from farspan.distributed.agreement import Agreement, Described
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
+from farspan.engine.float8 import float8_linears, refuse_float8
 from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import AttentionKernels, attention_kernels
 from farspan.engine.parallelize import UNREAD, ShardedModel, described, inside, parallelize
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.hf.describe import describe
 from farspan.hf.edits import Look, first_edit, has_same_parts, look
-from farspan.hf.fused_layers import fuse, spared_layers
+from farspan.hf.fused_layers import fuse, fuse_layers, spared_layers
 from farspan.hf.routers import Routers, routers_of
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
@@ -154,10 +155,7 @@ def prepare(
     fused = wanted.fused and fused_for(at, dtype)
     kernels = attention_kernels(wanted, at, dtype, fused=fused)
     linears = AccumulatingLinears()
-    if sharded is None or sharded.tensor is None:  # slices of weights have their own shells
-        linears.adds = wanted.accumulate and adds_products(at, dtype)
-        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
-    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
+    spec = _fused_spec(stages, wanted, linears, sharded)
     streamed = None
     if on_host:
         kept = weights if weights is not None and weights.is_of(stages) else None
@@ -177,7 +175,7 @@ def prepare(
         nullcontext if kernels.is_ready() else kernels.ready,
         fused,
         linears,
-        spared_layers(stages) if fused and sharded is None else frozenset(),
+        spared_layers(stages) if _may_spare(wanted, sharded, fused=fused) else frozenset(),
         _tiles(stages, schedule, sharded),
         _outer(stages, sharded, streamed),
         _drops(stages.model),
@@ -185,6 +183,32 @@ def prepare(
         context_limit(stages.model),
         _look_at(model, stages, sharded),
     )
+
+
+def _fused_spec(
+    stages: CausalLMStages,
+    wanted: Kernels,
+    linears: AccumulatingLinears,
+    sharded: ShardedModel | None,
+) -> ModelSpec:
+    """Choose the code that modules run, and return the model's sizes. Raises UnsupportedError."""
+    at, is_cut = stages.device, sharded is not None and sharded.tensor is not None
+    if not is_cut:  # slices of weights have their own shells
+        adds = wanted.accumulate and wanted.products is None
+        linears.adds = adds and adds_products(at, stages.dtype)
+        fuse(stages, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
+    spec = describe(stages.in_place(), at) if sharded is None else sharded.spec
+    if wanted.products is not None:  # after the layers were compared with the model's own
+        refuse_float8(stages, at, cut=is_cut)
+        in_float8 = float8_linears(at.type).forward_of
+        fuse_layers(stages, wanted, at, in_float8, linears=linears)
+    return spec
+
+
+def _may_spare(wanted: Kernels, sharded: ShardedModel | None, *, fused: bool) -> bool:
+    """Return whether layers may skip an MLP's last product while nothing reads their output. The
+    gradient of that form is computed in the model's dtype, so FP8 products are never skipped."""
+    return fused and sharded is None and wanted.products is None
 
 
 def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:

@@ -59,7 +59,7 @@ from farspan.hf.probe import Float64Mode
 from farspan.hf.quantized import is_quantized, unpacked
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import drawing_dropouts, refuse_context
-from farspan.spec import Schedule, UnsupportedError
+from farspan.spec import Kernels, Products, Schedule, UnsupportedError
 
 EXACT = 1e-12  # float64 throughout, also where the model's own code would compute in float32
 MOVED_RUNS = 8  # of the reference, if a step is beyond EXACT
@@ -273,6 +273,18 @@ Data = tuple[Tensor, Tensor, Tensor | None]  # input_ids, labels, document_ids
 
 
 @dataclass(frozen=True, slots=True)
+class ProductsError:
+    """Relative errors of a step with approximate linear products, and of the same step without
+    them, both in bfloat16, against plain autograd in float64 from the same weights."""
+
+    products: Products
+    gradient_error: float  # over all parameters together
+    loss_error: float
+    own_gradient_error: float  # of bfloat16 itself
+    own_loss_error: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """Outcome of `verify`."""
 
@@ -288,6 +300,7 @@ class Verification:
     # Geometric mean of ratios to plain autograd's errors, over all parameters; below float64 only.
     rounding_ratio: float | None = None
     sparse: Approximation | None = None  # of a sparse schedule; does not affect `passed`
+    products: ProductsError | None = None  # of approximate products; does not affect `passed`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -327,6 +340,7 @@ def verify(
     *,
     worst: int = 10,
     selector: GivenSelector | None = None,
+    products: Products | None = None,
 ) -> Verification:
     """Compare the loss and every gradient of one step with plain full-sequence autograd.
 
@@ -350,9 +364,11 @@ def verify(
         run: Sizes and seed of the random tokens.
         worst: Number of parameters and medians in the result, the worst first.
         selector: Function that chooses pages, as for `Step`.
+        products: Approximate linear products, whose error in bfloat16 is measured, too.
 
     Returns:
-        The verification; `sparse` has the distance of sparse attention from dense.
+        The verification; `sparse` has the distance of sparse attention from dense, `products` the
+        error of approximate products beside that of bfloat16.
 
     Raises:
         UnsupportedError: The model trains no parameter, has an active dropout, or fits no step.
@@ -372,7 +388,35 @@ def verify(
         model.to(data[0].device)  # the schedule may have moved its weights
         positions = make_inputs(*data, stages.vocab).position_ids
         refuse_context(stages.model, int(positions.max()) + 1)
-        return _verify(model, function, data, worst)
+        found = _verify(model, function, data, worst)
+    if products is None:
+        return found
+    return replace(found, products=_products_error(model, schedule, data, products))
+
+
+def _products_error(
+    model: nn.Module, schedule: Schedule, data: Data, products: Products
+) -> ProductsError:
+    schedule = replace(schedule, sparse=None)  # else its error would be in both
+    low = unpacked(model, torch.bfloat16)
+    twin = unpacked(low, torch.float64)
+    with eager_experts(twin), Float64Mode():
+        exact = _plain(twin, data, reference)
+    del twin
+    function, errors = function_of(schedule, None, torch.bfloat16), list[float]()
+    for kernels in (Kernels(products=products), Kernels()):
+        loss, gradients = _stepped(low, function, data, kernels)
+        errors += _whole_error(gradients, exact[1]), _error(loss, exact[0])
+    return ProductsError(products, *errors)
+
+
+def _whole_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the L2 error of all gradients together, divided by the norm of those expected."""
+    ours, theirs = (
+        torch.cat([each[name].double().flatten() for name in expected])
+        for each in (gradients, expected)
+    )
+    return _error(ours, theirs)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -485,10 +529,14 @@ def _plain(model: nn.Module, data: Data, attend: Attention) -> Outcome:
     return loss.detach(), gradients_of(model, loss)
 
 
-def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
+def _stepped(
+    model: nn.Module, function: Function, data: Data, kernels: Kernels | None = None
+) -> Outcome:
     selector = function.selector(model, *data[0].shape)
     with own_gradients(model):
-        loss = Step(model, function.schedule, poison=True, selector=selector)(*data)
+        loss = Step(model, function.schedule, poison=True, selector=selector, kernels=kernels)(
+            *data
+        )
         model.to(data[0].device)
         return loss, {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()

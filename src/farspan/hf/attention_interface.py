@@ -70,16 +70,32 @@ def _attention(
     if (positions := _first_positions.get()) is not None:
         _first_positions.set(None)
         query = positions.scaled(query)
-    kind = query.device.type
-    if casts(kind):
-        # scaled_dot_product_attention rounds its inputs and its result. Buffers have the dtype of
-        # the weights, which holds rounded keys as they are.
-        narrow, wide = torch.get_autocast_dtype(kind), torch.promote_types(query.dtype, F32)
-        query, key, value = (part.to(narrow).to(wide) for part in (query, key, value))
-        out = active(module, query, key, value, scale, **keywords).to(narrow)
-    else:
-        out = active(module, query, key, value, scale, **keywords)
+
+    def attend(value: Tensor) -> Tensor:
+        return _rounded(active, module, query, key, value, scale, keywords)
+
+    whole = _whole_values.get()
+    out = attend(value) if whole is None else whole.attended(value, attend)
     return out.contiguous(), None  # like transformers' own: AFMoE and JetMoE call view on it
+
+
+def _rounded(
+    attend: Attention,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    keywords: dict[str, Any],
+) -> Tensor:
+    """Return the result of an attention call. Under autocast it is rounded, as its inputs are: so
+    does scaled_dot_product_attention. Buffers have the dtype of the weights, which holds them."""
+    kind = q.device.type
+    if not casts(kind):
+        return attend(module, q, k, v, scale, **keywords)
+    narrow, wide = torch.get_autocast_dtype(kind), torch.promote_types(q.dtype, F32)
+    q, k, v = (part.to(narrow).to(wide) for part in (q, k, v))
+    return attend(module, q, k, v, scale, **keywords).to(narrow)
 
 
 def casts(kind: str) -> bool:
@@ -127,6 +143,48 @@ class FirstPositions:
 
 
 _first_positions: ContextVar[FirstPositions | None] = ContextVar("farspan_positions", default=None)
+
+
+@dataclass(slots=True)
+class WholeValues:
+    """Stand-in for the cache of a layer that attends twice, with the same queries and keys: to the
+    first half of its value heads, then to the second (DiffLlama).
+
+    The layer hands all its values to the cache before. So the first call attends to both halves as
+    one value of twice the width, and the second call gets its half of the result.
+    """
+
+    values: Tensor | None = None  # [B, Hk, C, D]
+    second: Tensor | None = None  # result of the second call, [B, C, H, D]
+
+    def get_seq_length(self, _: int = 0) -> int:
+        return 0
+
+    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return k and v unchanged, and have the two attention calls that follow be one."""
+        self.values, self.second = v, None
+        _whole_values.set(self)
+        return k, v
+
+    def attended(self, value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the result of one of the two calls, whose values are `value`, [B, C, H, D]."""
+        _whole_values.set(None)
+        (whole, self.values), (known, self.second) = (self.values, None), (self.second, None)
+        if known is not None:
+            return known
+        assert whole is not None, "the layer has updated its cache"
+        later = whole.chunk(2, 1)[1].repeat(1, 2, 1, 1)
+        out, self.second = attend(torch.cat([value, later], -1)).chunk(2, -1)
+        _whole_values.set(self)
+        return out
+
+
+_whole_values: ContextVar[WholeValues | None] = ContextVar("farspan_whole_values", default=None)
+
+
+def attends_twice(layer: nn.Module) -> bool:
+    """Return whether a layer attends twice, as `WholeValues` says."""
+    return any(hasattr(module, "lambda_q1") for module in layer.modules())
 
 
 def position_scale(layer: nn.Module) -> tuple[float, float] | None:

@@ -411,11 +411,25 @@ def fuse(
 ) -> None:
     """Make the stages run modules on farspan's kernels for `device`, where cells run, if `kernels`
     enables these, and keep less in kept cells. Rules in `first` are tried before the others."""
-    linears, fused = linears or Linears(), kernels.fused and fused_for(device, stages.dtype)
-    linears.remakes = kernels.remake
-    found = *first, *rules(linears, fused=fused, remakes=kernels.remake)
+    found = *first, *_rules_for(stages, kernels, device, linears or Linears())
     if found:
         stages.run_in(partial(in_shells, rules=found))
+
+
+def fuse_layers(
+    stages: CausalLMStages, kernels: Kernels, device: torch.device, *first: Rule, linears: Linears
+) -> None:
+    """Make layers run as by `fuse`, with rules in `first` that modules outside them do not get."""
+    found = *first, *_rules_for(stages, kernels, device, linears)
+    stages.run_layers_in(partial(in_shells, rules=found))
+
+
+def _rules_for(
+    stages: CausalLMStages, kernels: Kernels, device: torch.device, linears: Linears
+) -> tuple[Rule, ...]:
+    fused = kernels.fused and fused_for(device, stages.dtype)
+    linears.remakes = kernels.remake
+    return rules(linears, fused=fused, remakes=kernels.remake)
 
 
 def spared_layers(stages: CausalLMStages) -> frozenset[int]:

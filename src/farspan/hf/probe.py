@@ -367,7 +367,7 @@ def _run_staged(
         spec = dense.seen.get(dense.layer, UNATTENDING)
         dense.seen[dense.layer] = _with_states(stages, before, dense.layer, call, spec)
     seen = [dense.seen[layer] for layer in range(len(stages.layers))]
-    _refuse_other_calls(stages, calls_of_whole, seen)
+    _refuse_other_calls(stages, calls_of_whole - sum(stages.twice), seen)
     read = stages.read(hidden)
     if not _is_whole(read, whole):
         _refuse_second_states(stages, ids)

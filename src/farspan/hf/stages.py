@@ -21,7 +21,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from farspan.hf.attention_interface import FirstPositions, position_scale
+from farspan.hf.attention_interface import (
+    FirstPositions,
+    WholeValues,
+    attends_twice,
+    position_scale,
+)
 from farspan.hf.carried import (
     EMBEDDING,
     INPUT,
@@ -217,6 +222,7 @@ class CausalLMStages:
         self.carries = carries_of(self.decoder, self.layers)
         self.first_position = first_position(inner)
         self.scales = [position_scale(layer) for layer in self.layers]
+        self.twice = [attends_twice(layer) for layer in self.layers]
         self._by_length = chooses_by_length(inner.config)
         self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
         self.running = list(self.layers)  # the layers, or their shells
@@ -226,13 +232,17 @@ class CausalLMStages:
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
         """From now on, run copies of the layers, and of the modules between layers and logits.
         `shell` returns a copy of a module that shares its weights and may have another forward."""
-        self.running = [shell(layer) for layer in self.layers]
+        self.run_layers_in(shell)
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         holders = self._holders()
         inside = {*path, self.decoder, self.layers, *holders.values()}
         around = *path, self.decoder, *holders.values()
         beside = [child for module in around for child in module.children()]
         self._shells = {child: shell(child) for child in beside if child not in inside}
+
+    def run_layers_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
+        """From now on, run these copies of the layers; see `run_in`."""
+        self.running = [shell(layer) for layer in self.layers]
 
     def settle(self, longest: int) -> None:
         """Set the longest position of the next sequences, by which longrope picks frequencies."""
@@ -393,6 +403,8 @@ class CausalLMStages:
             if (scale := self.scales[index]) is not None:
                 first = FirstPositions(inputs["position_ids"], *scale)
                 call.keywords |= dict.fromkeys(names, first)
+            if self.twice[index]:
+                call.keywords |= dict.fromkeys(names, WholeValues())
         return record
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:

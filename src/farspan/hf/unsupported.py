@@ -102,6 +102,11 @@ def _refuse_modules(model: PreTrainedModel) -> None:
     name = type(model).__name__
     for path, module in text_modules(model):
         last = path.rpartition(".")[2]
+        if last == "compressor" and list(module.parameters()):
+            raise UnsupportedError(
+                f"model: {name} attends to keys that {path} makes of several tokens each, and "
+                "hides them by its mask alone; expected layers with a key for each token"
+            )
         if last == "indexer" and list(module.parameters()) and not is_indexer(module):
             raise UnsupportedError(
                 f"model: {name} attends to the tokens that {path} chooses, and does not pass "

@@ -168,7 +168,8 @@ def seconds(grid: ScheduleGrid, *, in_line: bool = False, update: bool = True) -
     if question.overlap and not in_line:
         # FSDP's gathers overlap with the cells, but not with the cells' own collectives.
         gathers = grid.gathers
-        busy = np.maximum(np.maximum(working - gathers, gathers), work[:, HOST])
+        cells = working - gathers
+        busy = np.maximum(np.maximum(cells + _waits(grid), gathers), work[:, HOST])
         link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
         total = np.maximum(busy[..., None], link.max(axis=1))
     else:
@@ -182,6 +183,72 @@ def seconds(grid: ScheduleGrid, *, in_line: bool = False, update: bool = True) -
         after += cell_prices.lanes.head.sum()
         return np.asarray(np.maximum(total, (cell_prices.update + after) * update))
     return np.asarray(total + cell_prices.update * update)
+
+
+# -- waits for weights -----------------------------------------------------------------------------
+#
+# A layer's weights are gathered once a pass, before its first cell there, while the instruction
+# before that cell runs. A group's gradients are summed when its backward has ended, and nothing is
+# gathered meanwhile:
+#
+#     cells        |  layer 0  |    |  layer 1  |        |  layer 0 of the next pass  |
+#     collectives  |- weights 1 ----|           |- sums --|- weights 0 -|
+#
+# So each layer adds what its gather takes beyond the longest instruction that may come before it.
+
+
+def _waits(grid: ScheduleGrid) -> Array:
+    """Lower bound of the seconds that cells wait for FSDP's collectives, [splits, save counts]."""
+    cell_prices, splits = grid.cell_prices, grid.splits
+    if grid.streams or splits.kind.is_stage or not grid.gathers.any():
+        return np.zeros((1, 1))
+    key = "waits", splits, grid.saves, grid.schedule.kv_kept
+    return cell_prices.once(key, lambda: _exposed_collectives(grid))
+
+
+def _exposed_collectives(grid: ScheduleGrid) -> Array:
+    cell_prices, splits, graphs = grid.cell_prices, grid.splits, grid.saves.graphs
+    layers = cell_prices.model.layers
+    gather = np.array([cell_prices.prices.gather(layer) for layer in range(len(layers))])
+    # The first pass begins with chunk 0; those that make K, V or graphs again with any chunk.
+    first, later = (
+        np.array([_longest(grid, spec, chunk) for spec in layers]) for chunk in (0, None)
+    )
+    shown = np.maximum(0.0, gather[1:] - first[:-1])
+    again = np.maximum(0.0, gather[1:] - later[:-1]) * (graphs == 0)[:, None]
+    # If graphs are kept, the backward of a layer follows as dK, dV of the one below are zeroed.
+    if grid.schedule.kv_kept:
+        beside_clear = np.maximum(0.0, gather[1:] - cell_prices.clear)
+        again = np.where((graphs > 0)[:, None], beside_clear, again)
+    # What runs between a group's end and the next group's first cell, and before the first of all.
+    between = cell_prices.clear + 2 * float(cell_prices.lanes.embed.max())
+    found = np.zeros((len(splits.sizes), len(graphs)))
+    gathers = splits.gathers(cell_prices.prices)[:, 0]
+    for k, groups in enumerate(splits.bounds):
+        twice = groups[: len(groups) - (not cell_prices.question.loss.is_cut)]
+        sums = gathers[k] - gather.sum() - sum(gather[slice(*group)].sum() for group in twice)
+        inner = sum(shown[start : stop - 1].sum() for start, stop in groups)
+        entered = gather[0] + sum(
+            min(gather[start], gather[stop - 1]) for start, stop in groups[:-1]
+        )
+        remade = sum((again[:, start : stop - 2].sum(axis=1) for start, stop in groups[:-1]), 0.0)
+        found[k] = np.maximum(0.0, sums + inner + entered + remade - between)
+    return found
+
+
+def _longest(grid: ScheduleGrid, spec: LayerSpec, chunk: int | None) -> float:
+    """Return the most seconds that a forward of the layer takes for a chunk, or for any (None),
+    whatever it keeps."""
+    cell_prices = grid.cell_prices
+    lanes = cell_prices.lanes
+    modes = (lanes.forward, lanes.given_attention, lanes.project)
+    busy = np.max([mode[spec].compute + mode[spec].collective for mode in modes], axis=0)
+    kept = cell_prices.prices.saved_row(spec) * cell_prices.sizes
+    kept += (
+        sum(cell_prices.row(kind, spec) for kind in (Kind.KV, Kind.ATTENTION)) * cell_prices.keys
+    )
+    seconds_of = busy + 2 * kept / cell_prices.question.machine.memory
+    return float(seconds_of.max() if chunk is None else seconds_of[chunk])
 
 
 def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:

@@ -35,7 +35,7 @@ PRESETS = Path(__file__).parent / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
 PAGES = ("chosen_forward", "chosen_backward", "votes")  # of sparse attention
-OTHER_CURVES = ("weights", "causal_forward", "causal_backward", *PAGES)  # optional
+OTHER_CURVES = ("weights", "fp8", "causal_forward", "causal_backward", *PAGES)  # optional
 MAY_BE_ZERO = (
     *(
         "latency",
@@ -51,6 +51,7 @@ MAY_BE_ZERO = (
 KERNELS = [kernel.value for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
 BESIDE = ("about", "sources", "measured_on", "spread", "note")
 OF_PRESETS = ("gpu_names", "aliases", "like")
+FP8_PEAK = 2.0  # of datasheets' dense rates in FP8 over those in bfloat16
 STEEPEST = 10.0  # most that a smaller call's rate may exceed a larger's; caches explain 4
 TOGETHER = 2.0  # most of a rate with both directions busy over the rate alone; 1 but for noise
 BUSY = 1.5  # limit of slowest over fastest measurement; measurements that agree differ by 1.1
@@ -322,7 +323,8 @@ def contradictions(spec: MachineSpec) -> Iterator[str]:
         for name in (*CURVES, *OTHER_CURVES):
             curve = getattr(rates, name)
             if curve is not None:
-                yield from _curve_contradictions(path, name, curve, rates.peak)
+                most = rates.peak * (FP8_PEAK if name == "fp8" else 1.0)
+                yield from _curve_contradictions(path, name, curve, most)
         yield from _softmax_contradictions(path, rates)
         if {rates.kernel, rates.backward_kernel} == {AttentionKernel.FA3, AttentionKernel.FLASH}:
             yield (

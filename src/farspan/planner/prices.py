@@ -171,7 +171,36 @@ def rates_of(question: Question) -> Rates:
             f"dtype: {question.machine.name} has no rates for {question.dtype}, only for "
             f"{', '.join(question.machine.rates)}; run farspan calibrate, or choose one of these"
         )
+    if question.kernels.products is not None:
+        _refuse_products(question, found)
     return found
+
+
+def _refuse_products(question: Question, rates: Rates) -> None:
+    """Raise UnsupportedError for FP8 products with no price. On a CPU they are emulated, at the
+    price of products in the model's dtype, which is too low."""
+    name, dtype = question.machine.name, question.dtype
+    if dtype != "bfloat16":
+        raise UnsupportedError(
+            f"products: fp8 needs a model in bfloat16, got {dtype}; give dtype bfloat16, or leave "
+            "products out"
+        )
+    if rates.fp8 is None and not question.machine.on_cpu:
+        raise UnsupportedError(
+            f"products: {name} has no rates for fp8 (rates.{dtype}.fp8), as cards before Hopper "
+            "and machines that were calibrated without torchao; run farspan calibrate there, or "
+            "leave products out"
+        )
+    if question.adapter_rank() or question.nf4:
+        raise UnsupportedError(
+            "products: fp8 needs trained weights, not adapters over frozen ones; leave products or "
+            "lora out"
+        )
+    if question.layout.tensor > 1:
+        raise UnsupportedError(
+            "products: fp8 does not run with slices of weights (tensor); use ulysses instead, or "
+            "leave products out"
+        )
 
 
 @dataclass(slots=True)
@@ -352,8 +381,9 @@ class Prices:
         key = products, tokens, weights
         if key not in self._known:
             rows = self.program.run.batch * tokens
+            fp8 = self.question.kernels.products is not None
             self._known[key] = sum(
-                self.rates.product(2.0 * rows * inner * outer, weights=weights)
+                self.rates.product(2.0 * rows * inner * outer, weights=weights, fp8=fp8)
                 for inner, outer in products
             )
         return self._known[key]

@@ -100,7 +100,7 @@ class Question:
         16 or 32 bits runs farspan's own kernels unless the question or its layout excludes them."""
         whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
-        adds = whole and self.kernels.accumulate
+        adds = whole and self.kernels.accumulate and self.kernels.products is None
         remakes = self.kernels.remake
         return Variant(self.dtype, rank, fused, adds, nf4=self.nf4, remakes=remakes)
 
@@ -355,6 +355,7 @@ class Plan:
             "mfu": self.mfu,
             "attention": "exact" if self.schedule.sparse is None else "sparse",
             "hides": self.hides,
+            **({"products": question.kernels.products} if question.kernels.products else {}),
             # No bound is derived for sparse attention (search.sparse).
             "gap": self.gap if self.schedule.sparse is None else None,
             "reason": self.reason,

@@ -61,6 +61,10 @@ SPARSE = (
     "sparse attention is an approximation; run farspan verify --sparse to measure its error; "
     "training logs how much attention it sees"
 )
+FP8 = (
+    "products in fp8 are an approximation; farspan verify RUN.yaml measures its error beside "
+    "bfloat16's own on your model"
+)
 SEES_ALL = (
     "sparse attention hides nothing at this context and equals dense attention, up to rounding; "
     "without --sparse, a step is just as exact and faster"
@@ -313,6 +317,8 @@ def notes(plan: Plan) -> Iterator[str]:
     yield from loss_words(plan)
     if question.sparse is not None:
         yield SPARSE if plan.hides else SEES_ALL
+    if question.kernels.products is not None:
+        yield FP8
     if question.model.is_recurrent():
         yield RECURRENT
     if question.layout.devices() > 1:
@@ -409,6 +415,8 @@ def subject(plan: Plan) -> str:
     run, attention = question.run, ""
     if question.sparse is not None:
         attention = f", sparse attention ({'approximate' if plan.hides else 'nothing is hidden'})"
+    if question.kernels.products is not None:
+        attention += f", products in {question.kernels.products} (approximate)"
     rank = question.adapter_rank()
     adapters = f", lora {rank}" if rank else ""
     weights = ", weights on host" if question.weights is Tier.HOST else ""

@@ -456,6 +456,8 @@ class RunConfig:
         self._check_chunk()
         if self.model.lora is not None:
             self._check_lora()
+        if self.kernels.products is not None:
+            self._check_products()
         self._check_states()
         self._check_held_out()
         if self.loss == LossConfig():
@@ -577,6 +579,18 @@ class RunConfig:
             raise UnsupportedError(
                 "parallel.tensor: not supported with model.lora; use ulysses instead"
             )
+
+    def _check_products(self) -> None:
+        """Refuse options that FP8 products do not support."""
+        reason = None
+        if self.model.lora is not None:
+            reason = "model.lora: its weights are frozen"
+        elif isinstance(self.parallel, Parallel) and self.parallel.tensor > 1:
+            reason = "parallel.tensor; use ulysses instead"
+        elif self.model.dtype.value != "bfloat16":
+            reason = f"model.dtype {self.model.dtype.value}; set it to bfloat16"
+        if reason is not None:
+            raise UnsupportedError(f"kernels.products: fp8 is not supported with {reason}")
 
     def _check_chunk(self) -> None:
         """Refuse a chunk of the run file that is not a whole number of pages."""

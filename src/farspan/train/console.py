@@ -252,12 +252,13 @@ def _preference(values: Mapping[str, Any], prefix: str) -> str:
 
 
 def _attention(values: Mapping[str, Any]) -> str:
-    """Return words for the sparse attention of a step, or "" for exact attention."""
+    """Return words for a step's approximations, sparse attention and FP8, or "" without any."""
+    products = f" ({values['products']} products)" if "products" in values else ""
     if "attention" not in values:
-        return ""
+        return products
     mass = values.get("attention_mass")
     seen = f", mass {mass:.3f}" if isinstance(mass, float) else ""
-    return f" ({values['attention']} attention{seen})"
+    return f" ({values['attention']} attention{seen}){products}"
 
 
 def _cells(progress: Progress, part: str = "") -> str:

@@ -167,7 +167,7 @@ def inspect_blank(
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     sizes = sizes or [(sum(map(elements, parameters)), trained)]
     fused = kernels.fused and fused_for(device, stages.dtype)
-    adds = kernels.accumulate and adds_products(device, stages.dtype)
+    adds = kernels.accumulate and kernels.products is None and adds_products(device, stages.dtype)
     packed = any(map(is_packed, model.modules()))
     variant = Variant(dtype, rank, fused, adds, nf4=packed, remakes=kernels.remake)
     profiles = profiles_of(model.config.to_dict(), name, measuring=measuring)

@@ -16,7 +16,7 @@ from farspan.checkpoint.saver import CARD
 from farspan.data.config import RecordFormat, SourceConfig, SourceKind
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import expect_json, given_json, parsing, read_json, refuse_links, write_whole
-from farspan.formatting import sparse_words, write_tokens
+from farspan.formatting import IN_FP8, sparse_words, write_tokens
 from farspan.hf.merge import ADAPTER_CONFIG, BASE, SOURCE
 from farspan.profile.catalog import is_on_hub
 from farspan.report.run import ABOUT, METRICS, read_about, read_metrics
@@ -251,6 +251,7 @@ def _metadata(run: RunConfig) -> dict[str, Any]:
             *("farspan", "long-context"),
             *["lora"] * adapters,
             *["sparse-attention"] * (run.sparse is not None),
+            *["fp8"] * (run.kernels.products is not None),
         ],
     }
 
@@ -288,6 +289,8 @@ def _card_rows(
     if o.states is StatesPlace.EIGHT_BIT:
         yield "its states", f"**approximate**: {WHERE[o.states]}"
     yield "precision", f"{run.model.dtype} weights and activations"
+    if run.kernels.products is not None:
+        yield "products", f"**approximate**: {IN_FP8}"
     yield "attention", attention_words(run)
     yield "schedule", f"{about.get('strategy') or 'as written'}, seed {run.seed}"
     with parsing(folder / METRICS):

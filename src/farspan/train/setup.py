@@ -27,6 +27,7 @@ from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.parallelize import ShardedModel, parallelize, sharded_parameters
 from farspan.engine.streamed_weights import StreamedWeights
+from farspan.formatting import IN_FP8
 from farspan.hf.load import (
     Weights,
     add_adapters,
@@ -568,6 +569,8 @@ def introduce(ctx: RunContext) -> str:
         lines.append(TEXT)
     if run.sparse is not None:
         lines.append(opening_words(run))
+    if run.kernels.products is not None:
+        lines.append(IN_FP8)
     if run.objective.kind is not LossKind.SFT:
         lines.append(f"loss: {run.objective.describe()}")
     patience, every = run.evaluation.patience, run.evaluation.every

@@ -1,5 +1,5 @@
-"""Sparse attention in a run: its page selector, the JSON keys that mark its outputs as approximate,
-and the warning about attention mass on hidden tokens."""
+"""Sparse attention in a run: its page selector, the JSON keys that mark outputs as approximate (by
+it or by FP8 products), and the warning about attention mass on hidden tokens."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -25,8 +25,11 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 
 
 def marks(run: RunConfig) -> dict[str, str]:
-    """Return JSON keys that mark a run's outputs as made with sparse attention, if they are."""
-    return {} if run.sparse is None else {"attention": "sparse"}
+    """Return JSON keys that mark a run's outputs as approximate, if they are: made with sparse
+    attention, or with products in FP8."""
+    found = {} if run.sparse is None else {"attention": "sparse"}
+    products = run.kernels.products
+    return found if products is None else {**found, "products": products.value}
 
 
 def hides(run: RunConfig) -> bool:
@@ -56,6 +59,8 @@ def sparsity_words(run: RunConfig) -> str:
 
 def what_changes(run: RunConfig, change: str) -> str:
     """Return text for a message: how a changed setting affects the results of a resumed run."""
+    if change.startswith("kernels.products"):
+        return "products round otherwise, so gradients differ by more than the dtype's rounding"
     if run.sparse is not None and change.startswith("schedule."):
         return "sparse attention sees other tokens if the chunk changes, and gradients differ then"
     return "the gradients are the same up to rounding, but not bit for bit"

@@ -23,7 +23,7 @@ from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
 from farspan.program.layout import group_ranges
 from farspan.report.run import ABOUT
-from farspan.spec import LossKind, Tier, UnsupportedError
+from farspan.spec import LossKind, Products, Tier, UnsupportedError
 from farspan.train.context import RunContext
 from farspan.train.memory import (
     Expected,
@@ -107,6 +107,7 @@ class TrainingResult:
     comparison: PlanComparison | None = None  # the planner's predictions and the measurements
     sparse: bool = False  # trained and evaluated with sparse attention
     hides: bool = True  # sparse attention may hide tokens that dense attention sees
+    products: Products | None = None  # trained with approximate linear products
     leads: bool = True  # this process prints the result
     adapters: bool = False  # only adapters were trained and exported
 
@@ -120,6 +121,8 @@ class TrainingResult:
         """Outcome as one sentence for the user."""
         words = SPARSELY if self.hides else HIDING_NOTHING
         how = f" {words}" if self.sparse else ""
+        if self.products is not None:
+            how += f" with products in {self.products}, an approximation"
         if self.signum is not None:
             return (
                 f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "

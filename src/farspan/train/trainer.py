@@ -146,7 +146,7 @@ class TrainingLoop:
             runner.make_ready()
             if self._objective is not None:
                 runner.attempt(self._objective.prepare, self.at.step)
-        how = f" ({self._marks['attention']})" if self._marks else ""
+        how = f" ({', '.join(self._marks.values())})" if self._marks else ""
         self._reporter.start(run.steps, run.tokens_per_step(), self.at.step, how)
         while True:
             step = self.at.step
@@ -660,6 +660,7 @@ def _unfinished(run: RunConfig, world: DistributedContext) -> TrainingResult:
         steps=run.steps,
         sparse=run.sparse is not None,
         hides=hides(run),
+        products=run.kernels.products,
         leads=world.is_rank0,
         adapters=run.model.lora is not None,
     )
