@@ -17,6 +17,7 @@ from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
 from farspan.hf.recurrent import RecurrentStates
 from farspan.program.layout import Layout, refuse_shared_states
+from farspan.program.program import Forward
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of
@@ -70,13 +71,13 @@ def test_kept_graphs_of_whole_chunks_take_what_is_planned(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is too large for its place, and built again."""
-    rebuilt: list[int] = []
-    keep = Interpreter._keep_input
-    monkeypatch.setattr(
-        Interpreter,
-        "_keep_input",
-        lambda self, i, *rest: (rebuilt.append(i.layer), keep(self, i, *rest))[1],
-    )
+    rebuilt, keep = [], Interpreter._keep_input
+
+    def noted(self: Interpreter, i: Forward, *rest: Any) -> None:
+        rebuilt.append(i.layer)
+        keep(self, i, *rest)
+
+    monkeypatch.setattr(Interpreter, "_keep_input", noted)
     Step(make_model(name, torch.float32), HOME, poison=True)(*draw(52, batch=2))
     assert not rebuilt
 
