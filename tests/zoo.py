@@ -304,10 +304,18 @@ INDEXED = {
     **{**LATENT, **ROUTED_EXPERTS, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4},
 }
-FURTHER |= dict.fromkeys(
-    ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), Family(INDEXED)
-)
-FURTHER |= {  # some layers attend to the tokens that an earlier one chose
+FURTHER |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2"), Family(INDEXED))
+SLIDING_LATENT = {  # of layers with a window, which have other sizes
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8},
+    **{"swa_kv_lora_rank": 8, "swa_head_dim": 12, "swa_qk_nope_head_dim": 4, "swa_v_head_dim": 6},
+}
+FURTHER |= {  # in two of these, some layers attend to the tokens that an earlier one chose
+    "dots3_note_text": Family(
+        {
+            **{**INDEXED, **SLIDING_LATENT},
+            **{"moe_shared_expert_intermediate_size": 16, "sliding_window": 8},
+        }
+    ),
     "glm_moe_dsa_shared": Family(
         {**INDEXED, "indexer_types": ["full", "shared"] * 2}, kind="glm_moe_dsa"
     ),

@@ -626,6 +626,7 @@ class Schedule:
     attention_open: bool = False  # keep O and LSE of the open group while it is rebuilt
     attention: Tier = Tier.HOST  # where kept O and LSE live
     activation_save_fraction: float = 0.0  # share of the tokens that keep other activations
+    activation_save_layers: float = 1.0  # share of the groups of layers that keep them, evenly
     activations: Tier = Tier.HOST  # where kept activations live (MEMO 4.1)
     layer_checkpoint: bool = False  # the backward holds one layer's activations, not one group's
     kv_block: int = 16384  # most keys that one attention call sees, on a fixed grid
@@ -644,7 +645,11 @@ class Schedule:
                 )
         if not _is_count(pieces := self.alltoall_splits):
             raise UnsupportedError(f"alltoall_splits: expected a whole number >= 1, got {pieces!r}")
-        for field in ("attention_save_fraction", "activation_save_fraction"):
+        for field in (
+            "attention_save_fraction",
+            "activation_save_fraction",
+            "activation_save_layers",
+        ):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0.0 <= value <= 1.0:

@@ -59,6 +59,7 @@ def any_schedule(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Schedule
         attention_open=st.booleans(),
         attention=tiers,
         activation_save_fraction=fractions,
+        activation_save_layers=st.sampled_from([1.0, 0.5, 1 / 3]),
         activations=tiers,
         layer_checkpoint=st.booleans(),
         **fields,
@@ -145,6 +146,7 @@ CHANGES: list[dict[str, Any]] = [
     {"activation_save_fraction": 0.5},
     {"activation_save_fraction": 0.3, "attention_save_fraction": 0.7},
     {"kv": Tier.HOST, "activation_save_fraction": 0.6, "attention_save_fraction": 0.3},
+    {"activation_save_fraction": 1.0, "activation_save_layers": 0.5, "kv_kept": True},
     {"layer_checkpoint": True, "attention_open": True, "kv_kept": True},
 ]
 DATA = draw(53, batch=2, documents=4)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from farspan.engine.float8 import float8_fault, float8_linears
+from farspan.engine.memory import estimate_memory, least_transient
 from farspan.engine.microbench import GLANCE, Bench, float8_products
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.planner.machines import machine, read
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Question
+from farspan.planner.walk import cast_bytes, workspace_bytes
 from farspan.program.layout import Parallel
 from farspan.report.plan import subject
 from farspan.spec import Kernels, Products, RunSpec, Schedule, Tier, UnsupportedError
@@ -71,10 +73,9 @@ def test_a_step_is_that_of_the_converted_model(chunk: int, monkeypatch: pytest.M
     monkeypatch.setattr("farspan.engine.preparation.refuse_float8", lambda *_, **__: None)
     model, data = make_model("qwen2"), draw(60)
     found = run_step(model, Step(model, Schedule(chunk=chunk), kernels=FP8), data)
-    forward = float8_linears("cpu").forward
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
-            monkeypatch.setattr(module, "forward", _bound(forward, module), raising=False)
+            monkeypatch.setattr(module, "forward", _bound(module), raising=False)
     wanted = run_oracle(model, data)
     names = [n for n in wanted.gradients if chunk == 60 or "norm" in n or "embed" in n]
     assert_exact(found.loss, wanted.loss)
@@ -82,8 +83,12 @@ def test_a_step_is_that_of_the_converted_model(chunk: int, monkeypatch: pytest.M
         assert_exact(found.gradients[name], wanted.gradients[name])
 
 
-def _bound(forward: Any, module: nn.Linear) -> Any:
-    return lambda x: forward(module, x)
+def _bound(module: nn.Linear) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = float8.Rowwise.apply(x, module.weight)
+        return out if module.bias is None else out + module.bias
+
+    return forward
 
 
 @pytest.mark.usefixtures("torchao")
@@ -206,6 +211,22 @@ def test_plans_price_it_and_say_so() -> None:
     ):
         with pytest.raises(UnsupportedError, match=f"products: .*{words}"):
             best_plan(question("a100-80g", kernels=FP8, **changes))
+
+
+@pytest.mark.usefixtures("torchao")
+def test_casts_are_counted() -> None:
+    """Two float32 copies of the widest operand: here of an MLP's inner activations, in a plan of
+    the weights if these are larger."""
+    model = make_model("qwen2", BF16)
+    of = [Step(model, Schedule(chunk=40), kernels=kernels) for kernels in (FP8, Kernels())]
+    ours, plain = (estimate_memory(step, 2, 60, cells=least_transient) for step in of)
+    assert ours.transient - plain.transient == 8 * 2 * 40 * 48
+    widths = {(896, 4864), (4864, 896)}
+    assert cast_bytes(widths, 4096) == 8 * 4096 * 4864
+    assert cast_bytes(widths, 16) == 8 * 896 * 4864
+    asked, schedule = question("h100", kernels=FP8), Schedule(chunk=4096)
+    casts = workspace_bytes(asked, schedule) - workspace_bytes(question("h100"), schedule)
+    assert casts == cast_bytes(widths, 4096)
 
 
 @pytest.mark.usefixtures("torchao")

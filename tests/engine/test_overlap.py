@@ -42,6 +42,9 @@ SCHEDULES = {
     "kv home": replace(BASE, kv_kept=True),
     "open": replace(BASE, attention_open=True, groups=(3, 1)),
     "alpha": replace(BASE, activation_save_fraction=1.0, attention_save_fraction=0.5, groups=1),
+    "evenly": replace(
+        BASE, groups=1, activation_save_fraction=1.0, activation_save_layers=0.5, kv_kept=True
+    ),
     "x on device, kv home": replace(BASE, groups=1, boundary_inputs=Tier.DEVICE, kv_kept=True),
     "kv home of three": replace(
         BASE, groups=(3, 1), boundary_inputs=Tier.DEVICE, kv_kept=True, activation_save_fraction=0.3

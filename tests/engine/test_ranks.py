@@ -160,6 +160,9 @@ SCHEDULES = {
         attention_open=True,
         activation_save_fraction=0.4,
     ),
+    "evenly": Schedule(
+        chunk=16, groups=1, activation_save_fraction=0.6, activation_save_layers=0.5
+    ),
     "host": Schedule(chunk=9, groups=(1, 3), kv=Tier.HOST, kv_kept=True, kv_block=5),
     "home": Schedule(
         chunk=16, groups=2, kv_kept=True, layer_checkpoint=True, boundary_inputs=Tier.DEVICE
@@ -242,6 +245,7 @@ STATES = [
     Case("states", SCHEDULES["groups"], two(29, batch=2, documents=5), "lfm2"),
     Case("kept states", SCHEDULES["kept"], two(29, batch=2), "lfm2"),
     Case("states on host", SCHEDULES["host"], two(29, batch=2), "lfm2"),
+    Case("states beside keys", SCHEDULES["host"], two(29, batch=2, documents=5), "falcon_h1"),
 ]
 
 # Routers' losses count tokens of all ranks, except those that keep a rank in step with others.

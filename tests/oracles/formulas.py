@@ -37,7 +37,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
+from math import floor, prod
 from typing import NamedTuple
 
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, StateTensor, Tier
@@ -164,9 +164,17 @@ class _Case:
             self.schedule.attention_save_fraction, self.run.tokens, self.schedule.chunk
         )
 
+    def keeps(self, group: int) -> bool:
+        """Whether a group may keep activations: those at 0, 1 / share, 2 / share, ... do."""
+        share = Fraction(self.schedule.activation_save_layers)
+        turns = range(len(self.sizes)) if share else ()
+        return group in {floor((turn + Fraction(1, 10**9)) / share) for turn in turns}
+
     def graph_start(self, group: int) -> int:
         """First token whose activations are kept."""
         if group == self.last and self.sizes[group] == 1:
+            return self.run.tokens
+        if not self.keeps(group):
             return self.run.tokens
         return latest_start(
             self.schedule.activation_save_fraction, self.run.tokens, self.schedule.chunk

@@ -29,6 +29,7 @@ SPACE = Space(
     splits=((1, 1, 1), (1, 2)),
     attention=(0.0, 0.3, 1.0),
     activations=(0.0, 1.0),
+    shares=(1 / 3, 1.0),
 )
 
 

@@ -83,14 +83,14 @@ def test_a_short_step_is_no_slower_than_those_beside_it(model: str) -> None:
 def test_main_memory_is_not_taken_for_nothing() -> None:
     """Adapters leave the device's memory to what is kept, and as fast as the fastest plan is one
     that takes little of the host."""
-    best = best_plan(Request("Qwen2.5-1.5B", "128K", "rtx4090", lora=16).question())
+    best = best_plan(Request("Qwen3-0.6B", "192K", "rtx4090", lora=16).question())
     fastest = min((plan for plan in best.alternatives if plan.fits), key=Plan.rank)
     assert fastest.strategy == best.strategy == "grouped"
-    assert fastest.host.total > 50 * GIB
-    assert best.host.total < 11 * GIB
+    assert fastest.host.total > 44 * GIB
+    assert best.host.total < 21 * GIB
     assert 0 < best.gap <= TOLERANCE
     assert 1 < best.seconds.total / fastest.seconds.total <= 1 + best.gap
-    assert "the fastest plan takes 46.7 GiB more main memory to save at most 0.1% of" in best.reason
+    assert "the fastest plan takes 24.4 GiB more main memory to save at most 0.2% of" in best.reason
 
 
 @pytest.mark.parametrize("name", ["fpdt", "grouped"])

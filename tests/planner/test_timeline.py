@@ -202,14 +202,17 @@ FOLDED = (
     Schedule(2**13, (28,), attention_save_fraction=0.25),
     Schedule(2**13, (2,) * 14, kv_kept=True, weights=Tier.HOST),
 )
+EVENLY = Schedule(2**13, 1, activation_save_fraction=1.0, activation_save_layers=0.25, kv_kept=True)
 
 
 # Of weights in main memory also whole ones on several devices.
 CASES = [(of, *to) for of in FOLDED for to in ((1, 1), (4, 1), (4, 50))][: 3 * 6 + 2]
 CASES.append((FOLDED[-1], -4, 1))
+CASES.append((EVENLY, 1, 1))
+CASES.append((replace(EVENLY, activation_save_layers=0.5), 4, 50))
 
 
-@pytest.mark.parametrize(("schedule", "gpus", "slower"), CASES, ids=range(21))
+@pytest.mark.parametrize(("schedule", "gpus", "slower"), CASES, ids=range(23))
 def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: int) -> None:
     """Where devices wait for each other, too; and outlines of programs take the bytes of the whole
     ones."""
@@ -228,6 +231,25 @@ def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: 
     lanes = {field.name for field in fields(whole.seconds)} - {"total", "bound"}
     for lane in lanes:
         assert getattr(few.seconds, lane) == pytest.approx(getattr(whole.seconds, lane))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("chunk", [2**14, 2**15])
+def test_copies_of_every_nth_layer_hide(chunk: int, share: float) -> None:
+    """Qwen2.5-7B at 32K on an H100: no step is longer for them. In one chunk tokens are all kept or
+    none, and all make it wait for half a second."""
+    asked = Request("Qwen2.5-7B", "32K", "h100", optimizer="none").question()
+    home = replace(EVENLY, chunk=chunk, kv_home=Tier.DEVICE, boundary_inputs=Tier.DEVICE)
+
+    def waits(schedule: Schedule) -> float:
+        here, away = (
+            evaluate(asked, "grouped", replace(schedule, activations=tier)).seconds for tier in Tier
+        )
+        assert away.evict > 0.4
+        return away.total - here.total
+
+    assert waits(replace(home, activation_save_layers=share)) == pytest.approx(0.0, abs=1e-3)
+    assert waits(replace(home, activation_save_layers=1.0)) > 0.3
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,9 @@ SCHEDULES = {
     "kept graphs": replace(
         BASE, groups=(1, 1), activation_save_fraction=0.5, activations=Tier.DEVICE
     ),
+    "kept evenly": replace(
+        BASE, groups=1, activation_save_fraction=0.5, activation_save_layers=0.5
+    ),
     "kept graphs and attention": replace(
         BASE, groups=2, activation_save_fraction=0.6, attention_save_fraction=0.3, kv_kept=True
     ),

@@ -18,6 +18,7 @@ from farspan.spec import (
 )
 
 FRACTIONS = st.sampled_from([0.0, 0.3, 0.5, 1.0]) | st.floats(0.0, 1.0)
+SHARES = st.sampled_from([1.0, 0.5, 1 / 3, 0.7]) | st.floats(0.0, 1.0)
 TIERS = st.sampled_from(Tier)
 
 
@@ -112,6 +113,7 @@ def schedules(draw: st.DrawFn, layers: int, tokens: int) -> Schedule:
         attention_open=draw(st.booleans()),
         attention=draw(TIERS),
         activation_save_fraction=draw(FRACTIONS),
+        activation_save_layers=draw(SHARES),
         activations=draw(TIERS),
         layer_checkpoint=draw(st.booleans()),
         kv_block=draw(st.sampled_from([7, 16, 1000])),

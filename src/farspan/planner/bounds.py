@@ -11,7 +11,7 @@ without a simulation. Memory is the maximum over a few phases of the program, wi
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, product
 from typing import Any, cast
 
@@ -45,6 +45,7 @@ from farspan.spec import Cut, LayerSpec, Schedule, Tier
 # The schedule's fields of these tiers.
 OPEN = tuple(RESIDENCY[kind].tier for kind in (Kind.X, Kind.ATTENTION, Kind.ACTIVATIONS))
 TIERS = tuple(product(Tier, repeat=3))  # of x, attention, activations
+ATTENTION, ACTIVATIONS = 1, 2  # indices among the three tensors with open tiers
 ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], dtype=np.float64)
 
 
@@ -110,7 +111,7 @@ class ScheduleGrid:
             [spec.saves_input for spec in self.cell_prices.model.layers], dtype=np.float64
         )
         row = self.cell_prices.x_row() * self.cell_prices.sizes[0]
-        return np.asarray(saves * self.splits.inner * row)
+        return np.asarray(saves * self.splits.inner * self.splits.keeps * row)
 
     def saved_cell_bytes(self, spec: LayerSpec, role: Role) -> Array:
         """Return the bytes that one cell saves as activations, [save counts]. These include O and
@@ -142,7 +143,8 @@ def rank_grids(question: Question, schedule: Schedule, like: CellPrices | None =
             for fraction in (schedule.attention_save_fraction, schedule.activation_save_fraction)
         ]
         sizes = (layers,) if kind.is_stage else schedule.group_sizes(layers)
-        splits = GroupSplits(like.question, (sizes,), kind)
+        shares = (schedule.activation_save_layers,)
+        splits = GroupSplits(like.question, (sizes,), kind, shares)
         found.append(
             ScheduleGrid(like, schedule, splits, SaveCounts(counts[0], counts[1], len(chunks)))
         )
@@ -172,6 +174,8 @@ def seconds(grid: ScheduleGrid, *, in_line: bool = False, update: bool = True) -
         busy = np.maximum(np.maximum(cells + _waits(grid), gathers), work[:, HOST])
         link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
         total = np.maximum(busy[..., None], link.max(axis=1))
+        if question.layout.pipeline == 1:
+            total = np.maximum(total, _away_and_back(grid)[..., None] * ON_HOST[:, ACTIVATIONS])
     else:
         total = spread(copies.sum(axis=1), ON_HOST)
         total += (working + work[:, HOST] + work[:, FETCH] + work[:, EVICT])[..., None]
@@ -183,6 +187,45 @@ def seconds(grid: ScheduleGrid, *, in_line: bool = False, update: bool = True) -
         after += cell_prices.lanes.head.sum()
         return np.asarray(np.maximum(total, (cell_prices.update + after) * update))
     return np.asarray(total + cell_prices.update * update)
+
+
+def _away_and_back(grid: ScheduleGrid) -> Array:
+    """Lower bound of a step's seconds if saved activations lie on the host, [splits, save counts].
+
+    The first that the backward fetches are the last that the forward has evicted. So all evicts,
+    the forwards before the last, all fetches, and the backwards from that on take
+
+        forwards | backwards   at least: evicts + backwards, forwards + fetches
+        evicts   | fetches
+    """
+    key = "away", grid.splits
+    forwards, backwards = grid.cell_prices.once(key, lambda: _around_the_turn(grid))
+    fetched, evicted = grid.lanes[1][:, 0, ACTIVATIONS], grid.lanes[1][:, 1, ACTIVATIONS]
+    return np.asarray(np.maximum(evicted + backwards, forwards + fetched) * (evicted > 0))
+
+
+def _around_the_turn(grid: ScheduleGrid) -> Array:
+    """Seconds of forwards before the last evict of activations, and of backwards after it with the
+    forwards that rebuild their graphs, [2, splits, save counts]. Lower bounds: of the last group's
+    forward nothing counts."""
+    cell_prices, saves = grid.cell_prices, grid.saves
+    lanes, layers = cell_prices.lanes, cell_prices.model.layers
+    forward, backward = (
+        np.array([lane[spec].compute.sum() for spec in layers])
+        for lane in (lanes.forward, lanes.backward)
+    )
+    again = np.stack([lanes.given_attention[spec].compute for spec in layers])  # [layers, chunks]
+    first = np.cumsum(np.pad(again, ((0, 0), (1, 0))), axis=1)  # of the first n chunks
+    rebuilt = first[:, saves.chunks - saves.graphs]
+    found = np.zeros((2, len(grid.splits.sizes), len(saves.graphs)))
+    each = zip(grid.splits.bounds, grid.splits.keeping, grid.splits.keeps, strict=True)
+    for k, (groups, keeping, keeps) in enumerate(each):
+        several = len(groups) - (groups[-1][1] - groups[-1][0] == 1)
+        turn = max((groups[group][1] for group in keeping if group < several), default=0)
+        found[0, k] = forward[: min(turn, groups[-1][0])].sum()
+        every = np.where(keeps[:turn, None] > 0, rebuilt[:turn], first[:turn, -1:])
+        found[1, k] = backward[:turn].sum() + every.sum(axis=0)
+    return found
 
 
 # -- waits for weights -----------------------------------------------------------------------------
@@ -215,7 +258,8 @@ def _exposed_collectives(grid: ScheduleGrid) -> Array:
         np.array([_longest(grid, spec, chunk) for spec in layers]) for chunk in (0, None)
     )
     shown = np.maximum(0.0, gather[1:] - first[:-1])
-    again = np.maximum(0.0, gather[1:] - later[:-1]) * (graphs == 0)[:, None]
+    rebuilt = np.maximum(0.0, gather[1:] - later[:-1])  # of groups that keep no graphs
+    again = rebuilt * (graphs == 0)[:, None]
     # If graphs are kept, the backward of a layer follows as dK, dV of the one below are zeroed.
     if grid.schedule.kv_kept:
         beside_clear = np.maximum(0.0, gather[1:] - cell_prices.clear)
@@ -231,7 +275,10 @@ def _exposed_collectives(grid: ScheduleGrid) -> Array:
         entered = gather[0] + sum(
             min(gather[start], gather[stop - 1]) for start, stop in groups[:-1]
         )
-        remade = sum((again[:, start : stop - 2].sum(axis=1) for start, stop in groups[:-1]), 0.0)
+        remade = np.zeros(len(graphs))
+        for group, (start, stop) in enumerate(groups[:-1]):
+            of = again if group in splits.keeping[k] else rebuilt[None]
+            remade += of[:, start : stop - 2].sum(axis=1)
         found[k] = np.maximum(0.0, sums + inner + entered + remade - between)
     return found
 
@@ -282,11 +329,12 @@ def _layer_work(grid: ScheduleGrid, part: Part) -> tuple[Array, Array]:
     fetches and evicts of x, attention (O, LSE) and activations, [2, 3, save counts]. Cached."""
     role, spec, alone = part
     found, known = acts(role, grid.schedule, grid.cut), grid.cell_prices.known
-    if (part, found) not in known:
+    key = part, found, grid.saves
+    if key not in known:
         choices = grid.saves.without_graphs if alone else grid.saves
         layer = _LayerCounts(grid, role, grid.cell_prices.local_layers[spec], found, choices)
-        known[part, found] = layer.work_and_moved()
-    return known[part, found]
+        known[key] = layer.work_and_moved()
+    return known[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +376,8 @@ class _LayerCounts:
         put_away += self._bytes((Evict, Kind.ATTENTION), Kind.ATTENTION)
         saved = self.acts.of((Evict, Kind.ACTIVATIONS), choices) @ choices.over(cell_prices.sizes)
         put_away += saved * cell_prices.prices.saved_row(spec)
-        work[COMPUTE] += 2 * put_away / cell_prices.question.machine.memory
+        again = saved * cell_prices.run.batch * spec.work.remade_traffic
+        work[COMPUTE] += (2 * put_away + again) / cell_prices.question.machine.memory
         return work
 
     def _bytes(self, act: Act, kind: Kind) -> Array:
@@ -422,7 +471,6 @@ def _outer_seconds(grid: ScheduleGrid) -> Array:
 
 
 ON_DEVICE = 1 - ON_HOST
-ATTENTION = 1  # index of attention among the three tensors with open tiers
 
 
 @dataclass(slots=True)
@@ -535,12 +583,18 @@ def _saved(grid: ScheduleGrid) -> Array:
     begun = sums.attention[groups.first]
     rows = begun + (sums.attention[end] - begun) * written
     attention = rows * cell_prices.latest_keys(saves.attention)
-    covered = saves.attention >= saves.graphs
-    cells = np.where(covered, sums.narrow[end], sums.wide[end]) * cell_prices.cells(saves.graphs)
+    covered, at = saves.attention >= saves.graphs, (groups.split[:, None], end)
+    narrow, wide = (_summed(np.diff(of) * grid.splits.keeps)[at] for of in (sums.narrow, sums.wide))
+    cells = np.where(covered, narrow, wide) * cell_prices.cells(saves.graphs)
     # The top layer's cell holds its O; a last group of one layer keeps no cell.
     cells = cells + (sums.wide[layers] - sums.wide[end]) * cell_prices.cells(graphs) * is_last
     inputs = np.cumsum(grid.cell_inputs, axis=1)[groups.split[:, None], groups.stop - 1]
     return np.stack([x, attention, cells + inputs * cell_prices.cells(saves.graphs)], axis=1)
+
+
+def _summed(values: Array) -> Array:
+    """Return running sums over layers: [splits, layers] to [splits, layers + 1]."""
+    return np.cumsum(np.pad(values, ((0, 0), (1, 0))), axis=1)
 
 
 def _open_attention(grid: ScheduleGrid) -> Array:
@@ -566,7 +620,8 @@ def differing(grid: ScheduleGrid) -> NDArray[np.bool_]:
     has_x = several | (grid.last_graphs > 0) | grid.splits.kind.is_stage
     has_attention = (saves.attention > 0) | grid.schedule.attention_open
     has = np.stack(np.broadcast_arrays(has_x, has_attention, saves.graphs > 0), axis=-1)
-    return np.asarray((has[..., None, :] | (ON_HOST == 0.0)).all(axis=-1))
+    once = (saves.graphs > 0) | (grid.splits.keeps.all(axis=1, keepdims=True))
+    return np.asarray((has[..., None, :] | (ON_HOST == 0.0)).all(axis=-1) & once[..., None])
 
 
 def fixed(grid: ScheduleGrid) -> Array:
@@ -593,12 +648,15 @@ def _graphs_and_gradients(grid: ScheduleGrid) -> Array:
     there = grid.splits.gradients
     saved = np.array([spec.activation_bytes for spec in cell_prices.model.layers], dtype=np.float64)
     saved *= cell_prices.run.batch * cell_prices.sizes[0]
-    widest, first = grid.splits.graphs(saved, one_layer=grid.schedule.layer_checkpoint)
-    # Choices that keep every chunk's graphs rebuild none.
+    graphs = partial(grid.splits.graphs, one_layer=grid.schedule.layer_checkpoint)
+    every = graphs(saved * np.ones_like(grid.splits.keeps))
+    # Choices that keep every chunk's graphs rebuild those of groups that keep none.
+    none = graphs(saved * (1 - grid.splits.keeps))
     some = grid.saves.graphs < len(cell_prices.chunks)
+    widest, first = (np.where(some, *pair) for pair in zip(every, none, strict=True))
     several = len(cell_prices.chunks) > 1
     before = gradients * cell_prices.question.accumulates
-    found = np.maximum(before + widest * some, there + first * several * some)
+    found = np.maximum(before + widest, there + first * several)
     return np.asarray(np.maximum(found, gradients))
 
 
@@ -629,13 +687,15 @@ def device_slots(grid: ScheduleGrid) -> Array:
 def _cell_slots(grid: ScheduleGrid) -> Array:
     """Return the bytes of the two staging slots for saved activations, [splits, save counts].
     Layers use the slots in turn, so each is as large as the largest saved cell."""
-    saves, sums, layers = grid.saves, grid.cell_prices.sums, len(grid.cell_prices.model.layers)
+    saves, sums = grid.saves, grid.cell_prices.sums
     narrow, wide = np.diff(sums.narrow), np.diff(sums.wide)
     if grid.splits.has_head:
         narrow[-1] = wide[-1]  # the top layer's O is in its cell
-    largest = [(cell + grid.cell_inputs).max(axis=1, keepdims=True) for cell in (narrow, wide)]
-    keeping = layers - grid.splits.last * (grid.last_graphs == 0) * grid.splits.has_head
-    slots = 2 * (keeping > 0) * (saves.graphs > 0)
+    keeps = grid.splits.keeps
+    cells = (cell * keeps + grid.cell_inputs for cell in (narrow, wide))
+    largest = [cell.max(axis=1, keepdims=True) for cell in cells]
+    none = keeps[:, -1:] * grid.splits.last * (grid.last_graphs == 0) * grid.splits.has_head
+    slots = 2 * (keeps.sum(axis=1, keepdims=True) > none) * (saves.graphs > 0)
     return np.asarray(slots * np.where(saves.attention >= saves.graphs, *largest))
 
 

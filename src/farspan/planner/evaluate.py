@@ -9,7 +9,8 @@ which has the head: three kinds where all layers are equal and stages equally lo
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 from farspan.planner.collectives import exchange_bytes
@@ -34,6 +35,7 @@ from farspan.program.layout import (
     Rank,
     exchanging,
     group_ranges,
+    keeping_groups,
     kept_chunks,
     refuse_shared_states,
 )
@@ -254,15 +256,18 @@ class Walked:
 
 
 def programs(
-    question: Question, schedule: Schedule, walked: Sequence[int] | None = None
+    question: Question,
+    schedule: Schedule,
+    walked: Sequence[int] | None = None,
+    keeping: frozenset[int] | None = None,
 ) -> list[tuple[RankKind, Program]]:
     """Build the program of every kind of rank. If `walked` is given, programs contain only these
-    chunks. Raises UnsupportedError if the groups do not fit the model."""
+    chunks; `keeping` is as in `build_program`. Raises UnsupportedError if the groups do not fit the
+    model."""
     model, run, cut = question.model, question.run, question.model.cut(question.loss)
-    return [
-        (kind, build_program(model, run, schedule, kind.rank, walked=walked, cut=cut))
-        for kind in kinds_of(question, schedule)
-    ]
+    build = partial(build_program, walked=walked, cut=cut, keeping=keeping)
+    kinds = kinds_of(question, schedule)
+    return [(kind, build(model, run, schedule, kind.rank)) for kind in kinds]
 
 
 def walk(
@@ -380,9 +385,15 @@ def composed_seconds(
     overlap. Equal layers are timed once (`timeline.fold`). Pipelines are not supported."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
-    few, counts, sizes = fold(layers, ranges, inside=inside)
+    keeping = keeping_groups(schedule.activation_save_layers, len(ranges))
+    keeps = [
+        group in keeping for group, (start, stop) in enumerate(ranges) for _ in range(start, stop)
+    ]
+    few, counts, sizes = fold(list(zip(layers, keeps, strict=True)), ranges, inside=inside)
     asked = replace(question, model=with_layers(question.model, few))
-    ((_, program),) = programs(asked, replace(schedule, groups=sizes))
+    firsts = enumerate(accumulate(sizes[:-1], initial=0))
+    kept = frozenset(group for group, first in firsts if keeps[few[first]])
+    ((_, program),) = programs(asked, replace(schedule, groups=sizes), keeping=kept)
     prices = Prices(asked, program, counts=counts)
     alone, waited = folded_time(prices, beside=update_overlaps(question))
     if not question.loss.evaluates:

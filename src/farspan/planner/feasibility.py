@@ -54,7 +54,7 @@ from farspan.planner.evaluate import (
 from farspan.planner.pass_counts import GroupSplits, SaveCounts
 from farspan.planner.prices import rates_of
 from farspan.planner.request import Plan, Question, Seconds
-from farspan.planner.space import Space, Split
+from farspan.planner.space import Cutting, Space
 from farspan.planner.states import states, update_overlaps
 from farspan.program.builder import build_program
 from farspan.program.program import Close, EmbedBackward, Program
@@ -63,14 +63,15 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 
 def space_grids(
     question: Question, space: Space
-) -> Iterator[tuple[RankGrids, Schedule, tuple[Split, ...]]]:
+) -> Iterator[tuple[RankGrids, Schedule, tuple[Cutting, ...]]]:
     """Yield, for each chunk size and set of options in the space: the grids (one per kind of rank),
     a schedule with these choices, and all splits of its layers into groups."""
-    splits: dict[tuple[tuple[Split, ...], RankKind], GroupSplits] = {}
+    splits: dict[tuple[tuple[Cutting, ...], RankKind], GroupSplits] = {}
     known_prices: dict[object, CellPrices] = {}
     saves: dict[int, SaveCounts] = {}
     chunk, like = 0, None
-    for schedule, sizes in space.grids():
+    for schedule, cuttings in space.grids():
+        sizes, shares = zip(*cuttings, strict=True)
         if schedule.chunk != chunk:
             chunk, known_prices, saves, like = schedule.chunk, {}, {}, None
         found = list[ScheduleGrid]()
@@ -80,13 +81,14 @@ def space_grids(
                 known_prices[key] = CellPrices(question, schedule, kind, like)
             like = known_prices[key]
             own = ((len(like.model.layers),),) if kind.is_stage else sizes
-            own_splits = splits.get((own, kind)) or GroupSplits(like.question, own, kind)
+            of = tuple(zip(own, shares, strict=False)), kind
+            own_splits = splits.get(of) or GroupSplits(like.question, own, kind, shares[: len(own)])
             count = len(like.chunks)
             pairs = saves.get(count) or _save_counts(space, count)
-            splits[own, kind], saves[count] = own_splits, pairs
+            splits[of], saves[count] = own_splits, pairs
             own_groups = replace(schedule, groups=sizes[0]) if kind.is_stage else schedule
             found.append(ScheduleGrid(like, own_groups, own_splits, pairs))
-        yield tuple(found), schedule, sizes
+        yield tuple(found), schedule, cuttings
 
 
 def _save_counts(space: Space, chunks: int) -> SaveCounts:
@@ -185,14 +187,16 @@ def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
     """Return the `count` schedules of the space with the most free memory by their bounds. Of
     schedules that differ only in what they save and on which tier, the roomiest is returned."""
     found = []
-    for grids, schedule, sizes in space_grids(question, space):
+    for grids, schedule, cuttings in space_grids(question, space):
         bytes_, _ = taken(grids)
         free = room(question, bytes_.device, bytes_.host)
         free = free.reshape(len(free), -1)
         for k, index in enumerate(free.argmax(axis=1)):
             x, attention, activations = TIERS[index % len(TIERS)]
             tiers = {"boundary_inputs": x, "attention": attention, "activations": activations}
-            chosen = replace(schedule, groups=sizes[k], **tiers)
+            split, share = cuttings[k]
+            cut = replace(schedule, groups=split, activation_save_layers=share)
+            chosen = replace(cut, **tiers)
             found.append((float(free[k, index]), chosen))
     found.sort(key=lambda pair: -pair[0])
     return [schedule for _, schedule in found[:count]]

@@ -27,7 +27,7 @@ from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import States, gradient_bytes, sharing_of, states
 from farspan.program.builder import build_program
-from farspan.program.layout import ONLY, Layout, Rank
+from farspan.program.layout import ONLY, Layout, Rank, keeping_groups
 from farspan.program.program import AttentionMode, Evict, Fetch, Forward, Load, Program
 from farspan.program.residency import Kind
 from farspan.spec import HOST, Cut, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
@@ -215,7 +215,7 @@ def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
-Part = tuple[Role, LayerSpec, bool]  # role, layer; True: the last group of its split is one layer
+Part = tuple[Role, LayerSpec, bool]  # role, layer; True: its group keeps no activations
 EVERY = 8  # up to this many groups, the memory of each is computed
 
 
@@ -238,6 +238,7 @@ class GroupSplits:
     question: Question  # about the rank's layers (evaluate.part_of)
     sizes: tuple[tuple[int, ...], ...]
     kind: RankKind
+    shares: tuple[float, ...] = ()  # of the groups that keep activations, by split; empty: all do
 
     @cached_property
     def bounds(self) -> list[tuple[tuple[int, int], ...]]:
@@ -259,9 +260,29 @@ class GroupSplits:
         return self.kind.is_last
 
     @cached_property
+    def keeping(self) -> list[frozenset[int]]:
+        """For each split of the layers: its groups that may keep activations."""
+        shares = self.shares or (1.0,) * len(self.sizes)
+        counts = map(len, self.sizes)
+        if self.kind.is_stage:  # one of all stages, which keep alike
+            return [frozenset(range(count)) for count in counts]
+        return list(map(keeping_groups, shares, counts))
+
+    @cached_property
+    def keeps(self) -> Array:
+        """Mask [splits, layers]: 1 for the layers of groups that may keep activations."""
+        found = np.zeros((len(self.sizes), len(self.question.model.layers)))
+        for row, groups, keeping in zip(found, self.bounds, self.keeping, strict=True):
+            for group in keeping:
+                row[slice(*groups[group])] = 1.0
+        return found
+
+    @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """Whether a split's last group is one layer, which saves no activations, [splits, 1]."""
-        return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
+        """Whether a split's last group saves no activations, [splits, 1]: it has one layer and the
+        head, or is not among those that keep them."""
+        is_one = [sizes[-1] == 1 and self.has_head for sizes in self.sizes]
+        return np.asarray(np.array([[one] for one in is_one]) | (self.keeps[:, -1:] == 0))
 
     @cached_property
     def last(self) -> Array:
@@ -281,11 +302,13 @@ class GroupSplits:
             tops = {stop - 1 for _, stop in groups}
             first, stop = groups[-1]
             roles = Counter(
-                (self._role(is_last=layer >= first, is_top=layer in tops), spec)
-                for layer, spec in enumerate(self.question.model.layers)
+                (self._role(is_last=layer >= first, is_top=layer in tops), spec, keeps == 0)
+                for layer, (spec, keeps) in enumerate(
+                    zip(self.question.model.layers, self.keeps[k], strict=True)
+                )
             )
-            for (role, spec), count in roles.items():
-                part = role, spec, role is Role.LAST_TOP and stop - first == 1
+            for (role, spec, none), count in roles.items():
+                part = role, spec, none or (role is Role.LAST_TOP and stop - first == 1)
                 found.setdefault(part, np.zeros(len(self.sizes)))[k] = count
         return list(found), np.stack(list(found.values()), axis=1)
 
@@ -378,8 +401,10 @@ class GroupSplits:
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
         """Return the bytes of a group's autograd graphs, [splits, 1] each: of the group that has
-        the most, and of the first group. `saved` [layers] are each layer's bytes; with `one_layer`
-        only a group's largest layer counts."""
+        the most, and of the first group. `saved` [splits, layers] are each layer's bytes; with
+        `one_layer` only a group's largest layer counts."""
         gather = np.maximum if one_layer else np.add
-        each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
+        each = [
+            gather.reduceat(row, firsts) for row, firsts in zip(saved, self.firsts, strict=True)
+        ]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

@@ -394,6 +394,8 @@ def _choices(plan: Plan) -> str:
         attention = (
             f"all activations of the latest {schedule.activation_save_fraction:.0%} of tokens kept"
         )
+    elif schedule.activation_save_fraction and schedule.activation_save_layers < 1:
+        attention += f", other activations of {schedule.activation_save_layers:.0%} of layers kept"
     elif schedule.activation_save_fraction:
         attention += f", other activations of {schedule.activation_save_fraction:.0%} kept"
     fullest = max(("device", plan.device), ("host", plan.host), key=lambda t: _share(t[1]))

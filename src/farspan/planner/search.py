@@ -47,13 +47,14 @@ from farspan.planner.feasibility import (
     taken,
 )
 from farspan.planner.request import Plan, Question
-from farspan.planner.space import Space, Split
+from farspan.planner.space import Cutting, Space
 from farspan.program.program import Program
 from farspan.program.strategies import GROUPED
 from farspan.spec import Schedule, Tier
 
 Index = NDArray[np.int64]
 INFINITE = float("inf")
+EVENLY = 6  # schedules of a chunk size that keep layers evenly, tried before the search
 KINDS = 27  # kinds of kept choices for each split, numbered by SaveCounts.alike
 
 
@@ -119,7 +120,7 @@ class Frontier:
         question: Question,
         grids: RankGrids,
         schedule: Schedule,
-        splits: tuple[Split, ...],
+        splits: tuple[Cutting, ...],
         effort: SearchEffort,
     ) -> None:
         self.question = question
@@ -178,6 +179,21 @@ class Frontier:
             devices.reshape(len(devices), -1)[:, index],
         )
 
+    def evenly(self, best: float, cells: "TransientCache") -> Iterator[Schedule]:
+        """Yield the few schedules with the lowest bounds below `best` seconds that keep activations
+        of layers evenly on the host, and all else on the device."""
+        s, tiers = self.schedule, TIERS.index((Tier.DEVICE, Tier.DEVICE, Tier.HOST))
+        if (s.kv, s.kv_home, s.kv_kept) != (Tier.DEVICE, Tier.DEVICE, True):
+            return
+        found = self.within(best, cells)
+        split, choice = np.divmod(found.index // len(TIERS), len(self.saves.graphs))
+        shares = np.array([share for _, share in self.splits])
+        chosen = (shares[split] < 1) & (found.index % len(TIERS) == tiers)
+        chosen &= self.saves.graphs[choice] == self.saves.chunks
+        found = found.only(chosen)
+        for index in found.index[np.argsort(found.seconds, kind="stable")][:EVENLY]:
+            yield self.schedule_at(int(index))
+
     def _keep(self, choices: Choices) -> None:
         self.choices = choices
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
@@ -220,10 +236,12 @@ class Frontier:
         chosen, tiers = divmod(index, len(TIERS))
         split, choice = divmod(chosen, len(self.saves.graphs))
         x, attention, activations = TIERS[tiers]
+        sizes, share = self.splits[split]
         saves, chunks = self.saves, self.grids[0].cell_prices.chunks
         return replace(
             self.schedule,
-            groups=self.splits[split],
+            groups=sizes,
+            activation_save_layers=share,
             boundary_inputs=x,
             attention=attention,
             activations=activations,
@@ -293,9 +311,12 @@ class TransientCache:
         most = int(saves.attention[members].max()), int(saves.graphs[members].max())
         walked = quick.latest(saves.chunks, *most, first=not grid.cell_prices.are_equal)
         rank = grid.splits.kind.rank
-        key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, *most
+        keeping = grid.splits.keeping[split]
+        key = s.chunk, sizes, keeping, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, *most
         if key not in self._known:
-            own = s if grid.splits.kind.is_stage else replace(s, groups=sizes)
+            share = grid.splits.shares[split]
+            cut = replace(s, groups=sizes, activation_save_layers=share)
+            own = s if grid.splits.kind.is_stage else cut
             self._known[key] = quick.transient(grid.cell_prices, own, *most, walked)
         held = grid.splits.split_states[split]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
@@ -469,6 +490,8 @@ def search(
     if question.overlap and (first := _first_in_line(question, frontiers, cells, effort)):
         known.append(first)
         best = min(known, key=_seconds)
+        known += _keeping_evenly(question, frontiers, cells, effort, best)
+        best = min(known, key=_seconds)
     effort.bound(frontiers)
     queue = _Queue(frontiers)
     while queue.lowest < _seconds(best) * (1 - near) and not effort.is_spent:
@@ -505,6 +528,23 @@ def _first_in_line(
         if plan:
             return plan
     return None
+
+
+def _keeping_evenly(
+    question: Question,
+    frontiers: Sequence[Frontier],
+    cells: TransientCache,
+    effort: SearchEffort,
+    best: Plan | None,
+) -> list[Plan]:
+    """Return plans that fit and keep activations of layers evenly on the host. Bounds of time know
+    too little of copies that wait for each other to tell the best of these from hundreds."""
+    found = list[Plan]()
+    for frontier in frontiers:
+        for schedule in frontier.evenly(min(map(_seconds, [best, *found])), cells):
+            plan = None if effort.is_spent else simulated(question, GROUPED, schedule, effort)
+            found += [] if plan is None else [plan]
+    return found
 
 
 def _seconds(best: Plan | None) -> float:

@@ -38,6 +38,7 @@ from farspan.program.residency import Kind
 from farspan.spec import ModelSpec, Schedule, Tier
 
 Split = tuple[int, ...]  # sizes of the groups, first group first
+Cutting = tuple[Split, float]  # and the share of the groups that keep activations, evenly
 
 # A program of this many cells has about 200,000 instructions: three seconds to build and walk.
 MOST_CELLS = 24_576
@@ -45,6 +46,8 @@ SMALLEST_CHUNK = 1024
 MOST_CHUNKS = 512  # more chunks cost more overhead, and save no memory that a chunk still holds
 PARTS = 16  # of the sequence: fractions kept are multiples of 1 / PARTS, in whole chunks
 PARTS_OF_ACTIVATIONS = 8
+# Shares of the layers that keep activations, if each is a group.
+SHARES = tuple(sorted({part / 8 for part in range(1, 9)} | {1 / 6, 1 / 3, 2 / 3}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Space:
     splits: tuple[Split, ...]
     attention: tuple[float, ...]
     activations: tuple[float, ...]
+    shares: tuple[float, ...] = (1.0,)  # of the layers that keep activations
     kv: tuple[Tier, ...] = tuple(Tier)
     staged: bool = False  # groups are pipeline stages, whose K, V stay in place
     lean: bool = False  # only switches that keep nothing recomputable
@@ -66,17 +70,26 @@ class Space:
         for chunk in self.chunks:
             for split in self.splits:
                 for base in self._switches(split):
-                    yield replace(base, chunk=chunk, groups=split)
+                    for share in self._shares(split):
+                        yield replace(base, chunk=chunk, groups=split, activation_save_layers=share)
 
-    def grids(self) -> Iterator[tuple[Schedule, tuple[Split, ...]]]:
-        """Yield a schedule for each chunk size and set of options, with all its layer splits."""
-        found: dict[Schedule, list[Split]] = {}
+    def grids(self) -> Iterator[tuple[Schedule, tuple[Cutting, ...]]]:
+        """Yield a schedule for each chunk size and set of options, with all its layer splits and
+        the shares of their groups that keep activations."""
+        found: dict[Schedule, list[Cutting]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
-            found.setdefault(replace(schedule, groups=1), []).append(schedule.groups)
+            cutting = schedule.groups, schedule.activation_save_layers
+            base = replace(schedule, groups=1, activation_save_layers=1.0)
+            found.setdefault(base, []).append(cutting)
         for chunk in self.chunks:
-            for base, splits in found.items():
-                yield replace(base, chunk=chunk), tuple(splits)
+            for base, cuttings in found.items():
+                yield replace(base, chunk=chunk), tuple(cuttings)
+
+    def _shares(self, split: Split) -> tuple[float, ...]:
+        """Return the shares of groups that may keep activations: of groups of one layer, whose
+        rebuilt cells need nothing from the others."""
+        return self.shares if max(split) == 1 and len(split) > 2 else (1.0,)
 
     def _switches(self, split: Split) -> Iterator[Schedule]:
         is_deep = max(split) > 1
@@ -114,6 +127,7 @@ def whole_space(question: Question) -> Space:
         tuple(part / PARTS for part in range(PARTS + 1)),
         # Ranks cannot keep activations with tensor parallelism (layout.refuse_together).
         activations if layout.tensor == 1 else (0.0,),
+        SHARES if layout.tensor == layout.pipeline == 1 else (1.0,),
         kv=tuple(Tier) if layout.ring == 1 else (Tier.DEVICE,),
         staged=layout.pipeline > 1,
         weights=question.weights,
@@ -124,7 +138,8 @@ def leanest(question: Question) -> Space:
     """Return the part of the space that takes the least memory: nothing is saved that can be
     recomputed, and chunks are short, since a cell's memory grows with its chunk."""
     whole = whole_space(question)
-    return replace(whole, chunks=whole.chunks[:2], attention=(0.0,), activations=(0.0,), lean=True)
+    chunks, none = whole.chunks[:2], (0.0,)
+    return replace(whole, chunks=chunks, attention=none, activations=none, shares=(1.0,), lean=True)
 
 
 def chunk_sizes(question: Question) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from farspan.program.layout import (
     Rank,
     chunk_ranges,
     group_ranges,
+    keeping_groups,
     local_heads,
     own_groups,
     share_of,
@@ -40,12 +41,14 @@ def build_program(
     walked: Sequence[int] | None = None,
     *,
     cut: Cut = Cut.NONE,
+    keeping: frozenset[int] | None = None,
 ) -> Program:
     """Return the program of one training step on one rank.
 
     `chunks` replaces the token ranges of `chunks_of`. The backward begins when all up to `cut` is
     complete, at instruction `Program.cut`. With `walked`, some chunks in order, the result is an
-    outline that cannot be run: it has all buffers, but only these chunks.
+    outline that cannot be run: it has all buffers, but only these chunks. `keeping` replaces the
+    groups of layers that keep activations by `activation_save_layers`.
 
     Any order of cells that keeps their dependencies gives the same gradients; this one runs group
     by group, forward and then back. Raises UnsupportedError when the groups do not fit the model,
@@ -53,6 +56,10 @@ def build_program(
     """
     ledger = _ledger(model, run, schedule, rank, chunks, walked)
     ledger.cut_after = cut
+    if keeping is None:
+        share = 1.0 if rank.layout.pipeline > 1 else schedule.activation_save_layers
+        keeping = keeping_groups(share, len(ledger.groups))
+    ledger.keeping = keeping
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
@@ -150,7 +157,8 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
         for name in ledger.attention_slots:
             slot(name, Kind.ATTENTION, keys)
     if kept and schedule.activations is Tier.HOST:
-        largest = max(group.cell_bytes(layer) for group in passes for layer in group.layers)
+        groups = filter(GroupPasses.keeps, passes)
+        largest = max(group.cell_bytes(layer) for group in groups for layer in group.layers)
         ledger.allocate_cell_slots(Kind.ACTIVATIONS, largest)
 
 

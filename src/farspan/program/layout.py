@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from math import gcd, prod
+from math import ceil, gcd, prod
 
 from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 
@@ -112,6 +112,11 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
     if layout.ring > 1 and schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "kv: a ring sends K, V from the device; use device, or shards instead of ring"
+        )
+    if layout.pipeline > 1 and schedule.activation_save_layers < 1:
+        raise UnsupportedError(
+            "activation_save_layers: the stages of a pipeline keep activations alike; set 1, or "
+            "use activation_save_fraction"
         )
     if layout.tensor > 1:
         if schedule.activation_save_fraction:
@@ -207,6 +212,17 @@ def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...
             )
         return schedule.group_sizes(layers)
     return tuple(layers * (i + 1) // stages - layers * i // stages for i in range(stages))
+
+
+def keeping_groups(share: float, groups: int) -> frozenset[int]:
+    """Return the groups of layers that keep activations, if a `share` of them does: every n-th for
+    1 / n, beginning with the first.
+
+    The copies of a kept cell then have the time of n cells. The last group, which runs back at
+    once, is among them only if nearly all are.
+    """
+    begun = [ceil(share * group - 1e-9) for group in range(groups + 1)]
+    return frozenset(group for group in range(groups) if begun[group + 1] > begun[group])
 
 
 def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:

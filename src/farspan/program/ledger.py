@@ -59,6 +59,7 @@ class Ledger:
     fetched: dict[int, int] = field(default_factory=dict)  # slot of weights: the group in it
     sizes: dict[tuple[Kind, int, int], int] = field(default_factory=dict)  # sizes computed so far
     alike: list[int] = field(init=False)  # by layer, the first layer that is equal
+    keeping: frozenset[int] = frozenset()  # groups that may keep activations
     attention_slots: tuple[str, ...] = field(init=False)
     choosing: range = field(init=False)  # chunks that choose pages, in layers without a window
 

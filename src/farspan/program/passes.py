@@ -73,8 +73,13 @@ class Group:
         self.streams = streams(ledger.schedule, ledger.share.rank.layout)
         self.chunks = range(len(ledger.chunks))
         self.graphs = kept_chunks(ledger.schedule.activation_save_fraction, ledger.chunks)
-        if self.is_last and len(self.layers) == 1:
-            self.graphs = range(0)  # the backward follows at once, so nothing is saved
+        # The backward of a last group of one layer follows at once, so nothing is saved.
+        if not self.keeps() or (self.is_last and len(self.layers) == 1):
+            self.graphs = range(0)
+
+    def keeps(self) -> bool:
+        """Return whether the group is one of those that keep activations."""
+        return self.index in self.ledger.keeping
 
     def gather(self, then: int | None) -> None:
         """Gather the group's weights, unless the pass before this one has gathered them. Weights in

@@ -501,7 +501,7 @@ def alternatives_table(plan: Plan) -> Table:
             write_tokens(min(schedule.chunk, other.question.run.tokens)),
             str(len(groups)),
             f"{schedule.attention_save_fraction:.0%}",
-            f"{schedule.activation_save_fraction:.0%}",
+            f"{schedule.activation_save_fraction * schedule.activation_save_layers:.0%}",
         )
     return table
 

@@ -255,7 +255,7 @@ def plan_json(plan: Plan, index: int) -> dict[str, Any]:
         "chunk": min(schedule.chunk, question.run.tokens),
         "groups": len(schedule.group_sizes(layers)),
         "attention": schedule.attention_save_fraction,
-        "activations": schedule.activation_save_fraction,
+        "activations": schedule.activation_save_fraction * schedule.activation_save_layers,
         "step": drawn,
     }
 

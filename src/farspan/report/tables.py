@@ -70,7 +70,8 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
         f"inputs of each group on the {schedule.boundary_inputs}",
         _prefix(schedule),
         _attention(schedule),
-        _kept("other activations", schedule.activation_save_fraction, schedule.activations),
+        _kept("other activations", schedule.activation_save_fraction, schedule.activations)
+        + _of_layers(schedule),
     ]
     if schedule.sparse is not None:
         hides = schedule.sparse.hides(chunks * schedule.chunk, schedule.chunk)
@@ -172,6 +173,13 @@ def _kept(what: str, fraction: float, tier: Tier) -> str:
     if fraction == 1:
         return f"{what} kept on the {tier}"
     return f"{what} of the latest {fraction:.1%} of tokens kept on the {tier}, the rest recomputed"
+
+
+def _of_layers(schedule: Schedule) -> str:
+    """Return the words for the groups of layers that keep activations, unless all do."""
+    share = schedule.activation_save_layers
+    is_some = 0 < share < 1 and schedule.activation_save_fraction > 0
+    return f", in {share:.1%} of the groups of layers, evenly" if is_some else ""
 
 
 LINKS = {

@@ -172,6 +172,7 @@ class ScheduleConfig:
     attention_open: bool | None = None
     attention: Tier | None = None
     activation_save_fraction: float | None = None
+    activation_save_layers: float | None = None
     activations: Tier | None = None
     layer_checkpoint: bool | None = None
     kv_block: int | None = None

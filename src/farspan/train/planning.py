@@ -284,7 +284,12 @@ def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
         f"boundary inputs on {schedule.boundary_inputs}",
         f"K, V on {schedule.kv}" + (f", kept on {schedule.kv_home}" * schedule.kv_kept),
         _share("attention", schedule.attention_save_fraction, schedule.attention),
-        _share("activations", schedule.activation_save_fraction, schedule.activations),
+        _share("activations", schedule.activation_save_fraction, schedule.activations)
+        + (
+            f" in {schedule.activation_save_layers:.0%} of groups"
+            if schedule.activation_save_layers < 1 and schedule.activation_save_fraction
+            else ""
+        ),
     ]
     if schedule.layer_checkpoint:
         parts.append("backward layer by layer")
