@@ -448,8 +448,8 @@ TRUST = (
     ),
     Fault(
         "far: keys that a layer sees by choice are streamed like near ones",
-        "blocks = self.far.near(spec, blocks, start)",
-        "self.far.near(spec, blocks, start)",
+        "blocks = self.far.near(spec, blocks, queries[0])",
+        "self.far.near(spec, blocks, queries[0])",
         ("tests/sparse/test_traffic.py",),
     ),
     Fault(
