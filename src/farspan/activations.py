@@ -9,9 +9,9 @@ The copy is of memory, not of tensors: once for each storage, the span that save
 the halves of a fused projection are stored together, and a view comes back with its strides and
 alignment. Kernels choose by these, and the backward must give the same bits.
 
-Tensors that no product makes are not stored: outputs that were passed to `remade`, such as a
-norm's, and what `rerun` computes between. The backward computes them again, by the same kernels
-from inputs of the same layout, so to the same bits.
+Two kinds of tensors are not stored, as no matrix product makes them: outputs passed to `remade`,
+such as a norm's, and intermediate results of code run by `rerun`. The backward computes them again,
+by the same kernels from inputs of the same layout, so to the same bits.
 """
 
 import sys
@@ -58,7 +58,7 @@ class _Sparse:
 
 @dataclass(slots=True)
 class _Remade:
-    """A new tensor that a function computes from others, which are packed once it is saved."""
+    """A function's output, of which only the inputs are stored; the backward computes it again."""
 
     out: Tensor | None  # keeps the memory alive, so that its storage identifies it, until `seal`
     version: int  # of `out`: its content is the function's while this is the same
@@ -81,7 +81,7 @@ class _Rerun:
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """A tensor saved inside code that is run again, by its number there."""
+    """Reference to a tensor that rerun code saves: its number among those that the code saves."""
 
     of: _Rerun
     number: int
@@ -141,7 +141,7 @@ class SavedActivations:
     # -- tensors that are computed again ---------------------------------------------------------
 
     def note(self, out: Tensor, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
-        """Save `inputs` in place of `out`, the result of `make(*inputs)`. It is saved itself if it
+        """Save `inputs` in place of `out`, the result of `make(*inputs)`. Save `out` itself if it
         does not fill a storage of its own, or changes later."""
         whole = _start(out) == 0 and _reach(out) == out.untyped_storage().nbytes()
         if whole and out.numel() and _storage(out) not in map(_storage, inputs):
@@ -149,7 +149,7 @@ class SavedActivations:
             self._remade[_storage(out)] = _Remade(out.detach(), out._version, make, held)
 
     def rerun(self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return `run(*inputs)`, of which nothing but the inputs is saved."""
+        """Return `run(*inputs)`, and save its inputs alone."""
         held = tuple(x.detach() for x in inputs)
         of = _Rerun(run, held, tuple(x.requires_grad for x in inputs))
         own = {_storage(x) for x in inputs}
@@ -172,7 +172,7 @@ class SavedActivations:
         return not known and not self._is_of_parameter(tensor)
 
     def _take(self, packed: _Between) -> Tensor:
-        """Return a tensor that rerun code saves, running it again unless it waits from before."""
+        """Return a tensor that rerun code saves, from the code's last run or from a new one."""
         of = packed.of
         if packed.number in of.again:
             return of.again.pop(packed.number)
@@ -291,12 +291,12 @@ _recording: ContextVar[SavedActivations | None] = ContextVar("recording", defaul
 
 
 def is_recording() -> bool:
-    """Return whether the forward that runs is of a cell whose saved tensors are stored."""
+    """Return whether a cell's forward is running whose saved tensors are stored."""
     return _recording.get() is not None
 
 
 def remade(out: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return `out`, in place of which a cell stores the inputs.
+    """Return `out`, and have the cell store the inputs in its place.
 
     Args:
         out: A new tensor, the result of `make(*inputs)`.
@@ -310,9 +310,9 @@ def remade(out: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def rerun(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return `run(*inputs)`; a cell stores the inputs, and runs the code again for all else that
-    autograd saves in it, and for its output. The code draws no random numbers and keeps no state.
-    """
+    """Return `run(*inputs)`, and have the cell store the inputs alone: it runs the code again for
+    the output and for all that autograd saves inside. The code must draw no random numbers and keep
+    no state."""
     saved = _recording.get()
     return run(*inputs) if saved is None else saved.rerun(run, inputs)
 

@@ -165,8 +165,7 @@ class AttentionKernel(StrEnum):
 
 
 class Products(StrEnum):
-    """A lower precision of the layers' linear products, an approximation that nothing chooses by
-    itself."""
+    """Lower precision of the layers' linear products: an approximation, used only on request."""
 
     FP8 = "fp8"  # e4m3 with a scale a row, by torchao's float8 training
 

@@ -13,14 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farspan.distributed.context import ParallelContext
 from farspan.engine.float8 import float8_fault, float8_linears
+from farspan.engine.memory import estimate_memory, least_transient
 from farspan.engine.microbench import GLANCE, Bench, float8_products
+from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.planner.machines import machine, read
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Question
-from farspan.program.layout import Parallel
+from farspan.planner.walk import cast_bytes, workspace_bytes
+from farspan.program.layout import Layout, Parallel
 from farspan.report.plan import subject
 from farspan.spec import Kernels, Products, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import DType, LoraConfig, ModelConfig
@@ -29,6 +33,7 @@ from tests import float8
 from tests.engine.checks import Outcome, draw, run_oracle, run_step
 from tests.numerics import assert_exact
 from tests.profiles import profile_of
+from tests.ranks import run_ranks
 from tests.train.tiny import MODEL, Quiet, tiny_run
 from tests.zoo import make_model
 
@@ -71,10 +76,9 @@ def test_a_step_is_that_of_the_converted_model(chunk: int, monkeypatch: pytest.M
     monkeypatch.setattr("farspan.engine.preparation.refuse_float8", lambda *_, **__: None)
     model, data = make_model("qwen2"), draw(60)
     found = run_step(model, Step(model, Schedule(chunk=chunk), kernels=FP8), data)
-    forward = float8_linears("cpu").forward
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
-            monkeypatch.setattr(module, "forward", _bound(forward, module), raising=False)
+            monkeypatch.setattr(module, "forward", _bound(module), raising=False)
     wanted = run_oracle(model, data)
     names = [n for n in wanted.gradients if chunk == 60 or "norm" in n or "embed" in n]
     assert_exact(found.loss, wanted.loss)
@@ -82,8 +86,12 @@ def test_a_step_is_that_of_the_converted_model(chunk: int, monkeypatch: pytest.M
         assert_exact(found.gradients[name], wanted.gradients[name])
 
 
-def _bound(forward: Any, module: nn.Linear) -> Any:
-    return lambda x: forward(module, x)
+def _bound(module: nn.Linear) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = float8.Rowwise.apply(x, module.weight)
+        return out if module.bias is None else out + module.bias
+
+    return forward
 
 
 @pytest.mark.usefixtures("torchao")
@@ -127,6 +135,33 @@ def test_every_product_of_a_layer_is_in_fp8_and_no_other(monkeypatch: pytest.Mon
     assert sorted(seen) == sorted(tuple(m.weight.shape) for m in linears)
     run_step(model, Step(model, WHOLE), data)
     assert len(seen) == len(linears)  # not unless it is named
+
+
+def as_alone() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        float8.stand_in(patch)
+        patch.setattr("farspan.engine.preparation.refuse_float8", lambda *_, **__: None)
+        schedule, data = Schedule(chunk=16, groups=2), draw(60)
+        models = [make_model("qwen2") for _ in range(3)]
+        alone = run_step(models[0], Step(models[0], schedule, kernels=FP8), data)
+        exactly = run_step(models[0], Step(models[0], schedule), data)
+        assert abs(float(alone.loss - exactly.loss)) > 1e-6
+        ranks = ParallelContext(Layout(ulysses=2), CPU)
+        found = run_step(models[1], Step(models[1], schedule, ranks=ranks, kernels=FP8), data)
+        assert_exact(found.loss, alone.loss)
+        for name in (n for n in alone.gradients if "norm" in n or "embed" in n):
+            assert_exact(found.gradients[name], alone.gradients[name])
+        dealt = Step(
+            models[2], schedule, ranks=parallelize(models[2], schedule, ranks), kernels=FP8
+        )
+        assert_exact(dealt(data.input_ids, data.labels).detach(), alone.loss)
+
+
+@pytest.mark.skipif(INSTALLED, reason="torchao's own products are no wider than float32")
+def test_two_ranks_compute_what_one_does() -> None:
+    """With whole weights and with shards. Weights' gradients have scales over a rank's tokens, so
+    those of inputs are compared."""
+    run_ranks(2, as_alone)
 
 
 def frozen(model: Any) -> Any:
@@ -206,6 +241,22 @@ def test_plans_price_it_and_say_so() -> None:
     ):
         with pytest.raises(UnsupportedError, match=f"products: .*{words}"):
             best_plan(question("a100-80g", kernels=FP8, **changes))
+
+
+@pytest.mark.usefixtures("torchao")
+def test_casts_are_counted() -> None:
+    """Two float32 copies of the widest operand: here of an MLP's inner activations, in a plan of
+    the weights if these are larger."""
+    model = make_model("qwen2", BF16)
+    of = [Step(model, Schedule(chunk=40), kernels=kernels) for kernels in (FP8, Kernels())]
+    ours, plain = (estimate_memory(step, 2, 60, cells=least_transient) for step in of)
+    assert ours.transient - plain.transient == 8 * 2 * 40 * 48
+    widths = {(896, 4864), (4864, 896)}
+    assert cast_bytes(widths, 4096) == 8 * 4096 * 4864
+    assert cast_bytes(widths, 16) == 8 * 896 * 4864
+    asked, schedule = question("h100", kernels=FP8), Schedule(chunk=4096)
+    casts = workspace_bytes(asked, schedule) - workspace_bytes(question("h100"), schedule)
+    assert casts == cast_bytes(widths, 4096)
 
 
 @pytest.mark.usefixtures("torchao")

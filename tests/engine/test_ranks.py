@@ -245,6 +245,7 @@ STATES = [
     Case("states", SCHEDULES["groups"], two(29, batch=2, documents=5), "lfm2"),
     Case("kept states", SCHEDULES["kept"], two(29, batch=2), "lfm2"),
     Case("states on host", SCHEDULES["host"], two(29, batch=2), "lfm2"),
+    Case("states beside keys", SCHEDULES["host"], two(29, batch=2, documents=5), "falcon_h1"),
 ]
 
 # Routers' losses count tokens of all ranks, except those that keep a rank in step with others.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from farspan.engine.interpreter import Interpreter
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf import recurrent
@@ -16,6 +17,7 @@ from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
 from farspan.hf.recurrent import RecurrentStates
 from farspan.program.layout import Layout, refuse_shared_states
+from farspan.program.program import Forward
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of
@@ -62,6 +64,22 @@ def test_kept_graphs_are_exact(name: str) -> None:
     """All of them, which wait on the device for their backward; those of cut chunks are built
     again."""
     assert_exact(name, HOME, [draw(53, batch=2), draw(53, batch=2, documents=6, seed=1)])
+
+
+@pytest.mark.parametrize("name", part_of(RECURRENT, "falcon_h1", "jamba"))
+def test_kept_graphs_of_whole_chunks_take_what_is_planned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is too large for its place, and built again."""
+    rebuilt, keep = [], Interpreter._keep_input
+
+    def noted(self: Interpreter, i: Forward, *rest: Any) -> None:
+        rebuilt.append(i.layer)
+        keep(self, i, *rest)
+
+    monkeypatch.setattr(Interpreter, "_keep_input", noted)
+    Step(make_model(name, torch.float32), HOME, poison=True)(*draw(52, batch=2))
+    assert not rebuilt
 
 
 def test_a_graph_that_is_larger_than_planned_is_built_again() -> None:

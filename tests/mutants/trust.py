@@ -382,8 +382,8 @@ TRUST = (
     ),
     Fault(
         "autocast: products keep the dtype of the weights",
-        "casts = torch.is_autocast_enabled(x.device.type)",
-        "casts = False",
+        "x.dtype is weight.dtype and not casts(x.device.type)",
+        "x.dtype is weight.dtype",
         ("tests/engine/test_autocast.py::test_products_that_add_to_sums_are_left_to_autocast",),
     ),
     Fault(

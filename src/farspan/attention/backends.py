@@ -69,7 +69,7 @@ def reference(
         visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
     if chosen is not None:
         seen = visible.new_zeros(len(chosen), tokens, tokens + 1)
-        seen.scatter_(2, chosen.long().clamp(max=tokens), True)  # later tokens in one column more
+        seen.scatter_(2, chosen.long().clamp(max=tokens), True)  # later tokens: one extra column
         visible = visible & seen[:, None, :, :tokens]
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
@@ -444,7 +444,7 @@ class Directed(BlockKernel):
 
     Exact for any two: every kernel's LSE is the natural logarithm of sum exp of the scaled scores,
     and every backward takes the out and LSE of the whole softmax, which several kernels may have
-    merged already (`CudaCudnn`). Only FlashAttention-2 and -3 cannot be such two, as PyTorch has
+    merged already (`CudaCudnn`). Only FlashAttention-2 and -3 cannot be combined, as PyTorch has
     one of them at a time.
     """
 
@@ -492,7 +492,7 @@ class Chosen:
         """Return a mask, bool [B, Sq, Sk]: True where the key is not chosen for the query."""
         own = slice(block.q_start - self.first, block.q_stop - self.first)
         place = self.tokens[block.rows, own].long() - block.k_start
-        # Tokens of other blocks fall into one more column, which is left out.
+        # Tokens of other blocks are written to an extra column, which is dropped.
         place = place.masked_fill_((place < 0) | (place >= block.keys), block.keys)
         hidden = place.new_ones(*place.shape[:2], block.keys + 1, dtype=torch.bool)
         return hidden.scatter_(2, place, False)[..., :-1]

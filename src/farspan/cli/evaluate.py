@@ -287,7 +287,7 @@ class Subject:
         return self.source.quantize is not None or is_quantized_folder(self.source.path)
 
     def _loaded(self, world: DistributedContext) -> Any:
-        """Return the model, on rank 0 alone with its weights; each rank loads quantised ones."""
+        """Return the model; ranks other than 0 load no weights, unless these are quantised."""
         if world.size == 1 or self._is_packed:
             return self.model(world.device)
         cpu, found = torch.device("cpu"), list[Any]()

@@ -260,7 +260,7 @@ def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | Non
 
 
 def products_of(run: RunConfig | None) -> Products | None:
-    """Return the run's approximate linear products, whose error is shown, too."""
+    """Return the run's lower precision of linear products; None if they are exact."""
     return None if run is None else run.kernels.products
 
 

@@ -291,8 +291,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _forms_with(names: Collection[str]) -> list[RecordFormat]:
-    """Return the formats whose marks are all among these names, but none of whose marks another
-    one has, too: a label tells answers that are rated from completions."""
+    """Return the formats whose marks are all among these names, without those whose marks another
+    one extends: records with a label are rated answers, not plain completions."""
     found = [kind for kind in RecordFormat if all(name in names for name in kind.row.marks)]
     marks = [set(kind.row.marks) for kind in found]
     return [kind for kind in found if not any({*kind.row.marks} < more for more in marks)]

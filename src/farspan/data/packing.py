@@ -276,8 +276,8 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def mismatched(batch: PackedBatch, before: Sequence[PackedBatch]) -> PackedBatch:
-    """Return a batch of labelled answers with each answer after the next prompt: every document has
-    its own prompt, and the answer of the document before it.
+    """Return a batch with prompts and labelled answers mismatched: every document has its own
+    prompt, and the answer of the document before it.
 
     The first document of sequence r gets the answer of the last document in `before[r]`, a batch of
     one sequence, cut where the sequence would become longer than it is.

@@ -336,7 +336,7 @@ class Templates:
     def suit(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> Sequence[Message]:
-        """Return a conversation converted such that the template can render all of it.
+        """Return a conversation converted such that the template can render it whole.
 
         Contents may be texts or parts; arguments of calls may be objects or JSON in texts. Forms
         are tried with placeholders in the messages: in a suitable form the template writes every

@@ -94,7 +94,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A text too long to hold in memory, which is read in parts; all of it is trained."""
+    """A text too long to hold in memory, which is read in parts and trained whole."""
 
     parts: Callable[[], Iterator[str]]  # read anew each time
 

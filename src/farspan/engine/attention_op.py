@@ -478,7 +478,7 @@ class AttentionContext:
         return [document_runs(row, start, stop) for row in rows]
 
     def _index(self, layer: int, chunk: int) -> IndexKeys:
-        """Return the place of this rank's tokens of a chunk among those that they choose from."""
+        """Return the positions by which an indexer chooses for this rank's tokens of a chunk."""
         program, (_, stop) = self.program, self.program.chunks[chunk]
         start, end = program.share.tokens.ranges[chunk]
         begins = self.documents_of(start, end)

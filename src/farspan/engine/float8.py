@@ -1,11 +1,11 @@
 """Compute the linear products of decoder layers in FP8, by torchao's float8 training.
 
 This approximates: a product's operands are rounded to e4m3, which keeps 3 bits of the mantissa,
-with a scale a row that is computed from the operand itself. Weights, their gradients and all other
-operations keep the model's dtype, bfloat16; so do the head and attention. An activation has a scale
-a token, so the forward does not depend on chunks; a weight's gradient has scales over the tokens of
-a chunk (of a tile with `mlp_chunk_size`). The same cell has the same scales when it runs again, so
-schedules with equal chunks give the same gradients.
+with one scale per row, computed from the operand itself. Weights, their gradients and all other
+operations keep the model's dtype, bfloat16; so do the head and attention. Activations have one
+scale per token, so the forward does not depend on chunks; a weight's gradient has scales over the
+tokens of a chunk (of a tile with `mlp_chunk_size`). The same cell has the same scales when
+it runs again, so schedules with equal chunks give the same gradients.
 
 On a CPU torchao emulates the products: the same rounding, and no gain in speed.
 """
@@ -53,7 +53,7 @@ class Float8Linears:
 @cache
 def float8_linears(device_type: str) -> Float8Linears:
     """Return the forwards of linear modules in FP8; CPUs emulate them. Raises UnsupportedError if
-    torchao is not installed, or is another than expected."""
+    torchao is not installed, or its version has no rowwise float8 training."""
     try:
         config = load("torchao.float8", "Float8LinearConfig").from_recipe_name("rowwise")
         # Chunks may have any number of tokens, which are the inner dimension of weights' gradients.
@@ -75,8 +75,8 @@ def float8_linears(device_type: str) -> Float8Linears:
 
 @cache
 def float8_fault(device: torch.device) -> str | None:
-    """Return how FP8 products fail on this device, or None if they work: a linear module's output
-    and gradients, for a number of tokens that must be padded, beside those of plain PyTorch."""
+    """Return how FP8 products fail on this device, or None if they work. Compares a linear module's
+    output and gradients, for a number of tokens that needs padding, with those of plain PyTorch."""
     linears, generator = float8_linears(device.type), torch.Generator(device).manual_seed(0)
 
     def random(rows: int) -> Tensor:
@@ -128,7 +128,7 @@ def refuse_float8(stages: CausalLMStages, device: torch.device, *, cut: bool) ->
 
 
 def _fault_of(module: nn.Module, *, trains: bool) -> str | None:
-    """Return why a module's products cannot be in FP8; None if they can, or it has none."""
+    """Return why a module's products cannot be in FP8; None if they can, or there are none."""
     if not any(p.ndim > 1 for p in module.parameters(recurse=False)):
         return None
     if not _is_linear(module) or is_parametrized(module) or is_indexer(module):

@@ -384,8 +384,8 @@ def measured_here(
     device: torch.device, dtype: torch.dtype
 ) -> tuple[AttentionKernel | None, AttentionKernel | None]:
     """Return the kernels whose forward and backward `farspan calibrate` measured as fastest on this
-    device; None without such a measurement, and for a backward by the forward's kernel. Raises
-    UnsupportedError for an invalid machine file."""
+    device; None if not measured. The second is None, too, if the forward's kernel serves both.
+    Raises UnsupportedError for an invalid machine file."""
     if device.type != "cuda" or not user_file().is_file():
         return None, None
     machine = read(user_file()).spec

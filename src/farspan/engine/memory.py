@@ -19,6 +19,7 @@ from farspan.hf.indexer import indexed_parameters
 from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import UncompiledMode, uncompiled
 from farspan.host import GIB, UNLIMITED
+from farspan.planner.walk import cast_bytes
 from farspan.program.program import Program, made_bytes
 from farspan.spec import Tier
 
@@ -167,10 +168,20 @@ def estimate_memory(
     """
     refuse_known(step, batch, tokens)
     whole = step.prepared(batch, tokens, is_cut=values > 0).program
-    static, found = _static(step, whole), cells(whole)
+    static, found = _static(step, whole), cells(whole) + _casts(step, whole)
     # Cells may be fullest before some gradients exist.
     sums = max(0, static.accumulators + min(0, found))
     return replace(static, transient=max(0, found), accumulators=sums)
+
+
+def _casts(step: Step, program: Program) -> int:
+    """Return the bytes of casts for FP8 products, which the model's profile lacks."""
+    if step.products is None:
+        return 0
+    start, stop = program.share.cells[0]
+    modules = (m for layer in step.stages.layers for m in layer.modules())
+    widths = {(m.in_features, m.out_features) for m in modules if isinstance(m, nn.Linear)}
+    return cast_bytes(widths, program.run.batch * (stop - start))
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:

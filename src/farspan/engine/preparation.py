@@ -242,8 +242,8 @@ def _refuse(stages: CausalLMStages, sharded: ShardedModel | None) -> None:
 
 
 def _refuse_autocast(model: PreparedModel) -> None:
-    """Raise UnsupportedError unless cells can repeat every operation under autocast, in memory that
-    a plan for the dtype of the weights has."""
+    """Raise UnsupportedError unless cells can repeat every operation under autocast, in the memory
+    that a plan counts for the dtype of the weights."""
     stages, schedule, spec = model.stages, model.schedule, model.spec
     reason = ""
     if stages.dtype is not torch.float32:

@@ -90,7 +90,7 @@ class RecurrentCell:
         return self._run_pieces(partial(self._run, hidden))
 
     def _run_attending(self, hidden: Tensor, attention: ChunkAttention) -> Tensor:
-        """Run a layer that also attends; without its output if only K, V and the state count."""
+        """Run a layer that also attends; stop before its output if only K, V, state are needed."""
         self._stand_at_chunk(hidden)
         call = self.call(self._whole(hidden), hidden.shape[1])
         call = with_states(call, RecurrentStates(attends=True))
@@ -101,7 +101,7 @@ class RecurrentCell:
         return hidden
 
     def _mix(self, hidden: Tensor, mixer: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
-        """Run a module that leaves a state on the chunk's pieces."""
+        """Run a module that has a state on each piece of the chunk, in order."""
 
         def run(piece: _DocumentPiece, states: RecurrentStates) -> Tensor:
             self._stand_at(piece, states)
@@ -121,7 +121,7 @@ class RecurrentCell:
         self._stand_at(self._whole(hidden), RecurrentStates())
 
     def _stand_at(self, piece: _DocumentPiece, states: RecurrentStates) -> None:
-        """Let dropout draw for a piece."""
+        """Set the tokens for which dropout draws next: those of a piece."""
         if self.draws is not None:
             tokens = piece.stop - piece.start
             extra = takes_two(tokens, states.before)
@@ -213,8 +213,8 @@ class Recurrent:
         return cell
 
     def _goes_on(self, i: Forward, cell: RecurrentCell, attention: ChunkAttention) -> bool:
-        """Return whether a cell of which only K, V and the state are wanted has yet to find the
-        state: then the attention is computed, and its keys are fetched."""
+        """Return whether a cell that runs for K, V and the state alone needs attention's output to
+        reach the state; if so, start fetching the keys."""
         if cell.after:
             return False
         self.attention.fetch(attention, i.layer, i.chunk)

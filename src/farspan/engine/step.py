@@ -25,7 +25,7 @@ from farspan.hf.dropout import refuse_noise
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.request import Plan
 from farspan.program.program import Instruction, Program
-from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import Kernels, ModelSpec, Products, Schedule, Tier, UnsupportedError
 
 Value = TypeVar("Value")
 
@@ -117,6 +117,7 @@ class Step:
     stages = _OfPart[CausalLMStages]("prepared_model.stages")
     model_spec = _OfPart[ModelSpec]("prepared_model.spec")
     kernels = _OfPart[AttentionKernels]("prepared_model.kernels")
+    products = _OfPart[Products | None]("_calls.models.wanted.products")
     weights = _OfPart[StreamedWeights | None]("prepared_model.weights")
     sharded_model = _OfPart[ShardedModel | None]("prepared_model.sharded")
 

@@ -92,7 +92,7 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def of_all_tokens(self, x: Tensor) -> Tensor:
-        """Return a tensor [B, tokens, D] of this rank's tokens for all tokens of the chunk."""
+        """Gather a tensor [B, tokens, D] of this rank's tokens for all tokens of the chunk."""
         ranks = 1 if self.ulysses is None else self.ulysses.peers.size
         (whole,) = self.to_heads(x[:, None].expand(-1, ranks, -1, -1))
         return whole[:, 0]

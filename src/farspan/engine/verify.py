@@ -368,7 +368,7 @@ def verify(
 
     Returns:
         The verification; `sparse` has the distance of sparse attention from dense, `products` the
-        error of approximate products beside that of bfloat16.
+        errors of approximate products and of bfloat16 itself.
 
     Raises:
         UnsupportedError: The model trains no parameter, has an active dropout, or fits no step.

@@ -88,8 +88,8 @@ def _rounded(
     scale: float,
     keywords: dict[str, Any],
 ) -> Tensor:
-    """Return the result of an attention call. Under autocast it is rounded, as its inputs are: so
-    does scaled_dot_product_attention. Buffers have the dtype of the weights, which holds them."""
+    """Call attention; under autocast round its inputs and result to autocast's dtype, as
+    scaled_dot_product_attention does. Rounded inputs keep the wider dtype of the buffers."""
     kind = q.device.type
     if not casts(kind):
         return attend(module, q, k, v, scale, **keywords)
@@ -99,8 +99,8 @@ def _rounded(
 
 
 def casts(kind: str) -> bool:
-    """Return whether autocast is on for a type of devices; for "meta", which torch refuses to tell,
-    it is not."""
+    """Return whether autocast is on for a type of devices; False for "meta", about which torch
+    raises an error."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
@@ -161,13 +161,14 @@ class WholeValues:
         return 0
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return k and v unchanged, and have the two attention calls that follow be one."""
+        """Return k and v unchanged, and compute the two attention calls that follow as one."""
         self.values, self.second = v, None
         _whole_values.set(self)
         return k, v
 
     def attended(self, value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the result of one of the two calls, whose values are `value`, [B, C, H, D]."""
+        """Return the output of the layer's first or second attention call, whose values are
+        `value`, [B, C, H, D]; the first computes both outputs."""
         _whole_values.set(None)
         (whole, self.values), (known, self.second) = (self.values, None), (self.second, None)
         if known is not None:

@@ -8,8 +8,8 @@ for each token:
 
     | hidden state, all streams | input of layer 0 | 1 | ... | K | V | K | V | embedding | choice |
 
-Per-layer inputs for which nothing is trained, as with adapters, are left out: each chunk's calls
-make them again.
+Per-layer inputs are left out if the modules that make them are frozen, as with adapters: each
+chunk's calls make them again.
 
 Whatever runs between layers sees one hidden state: chunks, groups, copies to main memory, ranks. On
 the way down gradients of shared K, V, of per-layer inputs and of embeddings add up in the packed
@@ -56,7 +56,7 @@ class Carried:
 
     @property
     def again(self) -> int:
-        """Number of elements of a token's inputs of all layers that calls make again; 0: none."""
+        """Number of elements per token of layers' inputs that each call makes again; 0: none."""
         return 0 if self.trains_inputs else self.inputs * self.layers
 
     @property
@@ -72,7 +72,7 @@ class Carried:
         return torch.cat([flat, *inputs, shared, *embedding, choice], -1)
 
     def sizes(self, layer: int) -> list[int]:
-        """Return the elements of each piece that a layer tells apart in a packed tensor."""
+        """Return the number of elements of each piece into which a layer splits a packed tensor."""
         own = self.inputs * self.trains_inputs
         before, after = layer * own, (self.layers - 1 - layer) * own
         return [
@@ -86,7 +86,7 @@ class Carried:
         ]
 
     def flat(self, hidden: Tensor) -> Tensor:
-        """Return hidden states as the layers give them as [B, T, elements]."""
+        """Flatten hidden states of the layers' shape to [B, T, elements]."""
         if self.streams_last:
             return hidden.flatten(2)
         return hidden.permute(1, 2, 0, 3).flatten(2) if self.streams else hidden
@@ -107,7 +107,7 @@ class Carried:
 
     def blank(self) -> dict[str, Any]:
         """Return attributes with which a copy of the decoder makes blank per-layer inputs, for a
-        forward of which only the layers' calls, or the modules above them, are wanted."""
+        forward that serves only to record the layers' calls, or to run the modules above them."""
 
         def project(embeds: Tensor, *_: Any) -> Tensor:
             return embeds.new_ones(()).expand(*embeds.shape[:2], self.layers, self.inputs)
@@ -117,14 +117,14 @@ class Carried:
         return {"get_per_layer_inputs": lambda *_: None, "project_per_layer_inputs": project}
 
     def blank_modules(self) -> dict[str, nn.Module]:
-        """Return modules with which such a copy makes streams of blank embeddings."""
+        """Return modules with which a copy of the decoder makes streams of blank embeddings."""
         same = nn.ModuleList([nn.Identity() for _ in range(1, self.streams)])
         return {"altup_projections": same} if self.streams and not self.streams_last else {}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCarry:
-    """What one layer reads from a packed tensor, and what it puts there."""
+    """Pieces of a packed tensor that one layer reads and writes."""
 
     layout: Carried
     layer: int
@@ -170,14 +170,15 @@ class LayerCarry:
 
 
 def _as_elements(chosen: Tensor, like: Tensor) -> Tensor:
-    """Return numbers of tokens, int32, as elements of the shape and dtype of `like`."""
+    """Return int32 token indices, bit for bit, as elements of the shape and dtype of `like`."""
     places = like.shape[2] * like.element_size() // chosen.element_size()
     whole = nn.functional.pad(chosen, (0, places - chosen.shape[2]))
     return whole.view(like.dtype)
 
 
 def carries_of(decoder: nn.Module, layers: nn.ModuleList) -> tuple[LayerCarry, ...]:
-    """Return what each layer reads and writes besides the hidden state; empty if nothing."""
+    """Return, for each layer, the pieces that it reads and writes besides the hidden state; empty
+    if layers pass on nothing else."""
     config: Any = decoder.config
     shared: dict[str, tuple[str, int, int]] = {}
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]

@@ -254,7 +254,7 @@ def _estimate(
     """Estimate a layer's work from its weights and saved bytes. Each matrix is multiplied once per
     token, or `active` of the experts that are stacked in one tensor. Convolutions over a few tokens
     are left out. Saved tensors are written and read once, a lower bound of element-wise traffic.
-    Weights that layers before share (`met`) count for these."""
+    Weights shared with an earlier layer (`met`) count there."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}

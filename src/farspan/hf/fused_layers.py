@@ -355,8 +355,8 @@ def _again_or_own(again: Callable[[nn.Module, Tensor], Any]) -> Forward:
 
 
 def norm_again(module: nn.Module) -> Forward | None:
-    """Return the forward of a norm by PyTorch's operators that kept cells run again: a module with
-    vectors as its only parameters that twice gives the same."""
+    """Return the forward of a norm by PyTorch's operators that kept cells run again; None for other
+    modules. A norm's parameters are vectors, and two calls give the same bits."""
     parameters = dict(module.named_parameters(recurse=False))
     if module._modules or module._buffers or {p.ndim for p in parameters.values()} != {1}:
         return None

@@ -52,7 +52,7 @@ class _Keys:
 
 
 class _OfWholeRows(TorchFunctionMode):
-    """Mode in which topk chooses `count` of rows of `tokens` scores, -inf where none is given."""
+    """Mode in which topk fills rows up to `tokens` scores with -inf, and chooses `count`."""
 
     def __init__(self, tokens: int, count: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ Choose = Callable[[IndexerCall], Tensor]  # called instead of an indexer's forwa
 
 
 def choose_whole(call: IndexerCall) -> Tensor:
-    """Choose for queries whose chunk is the whole sequence of one document."""
+    """Return the tokens chosen if the chunk is a whole sequence of one document."""
     return call.choose(call.keys(), 0, call.hidden.shape[1])
 
 
@@ -181,8 +181,8 @@ def _forward(module: nn.Module, choose: Choose, *arguments: Any, **keywords: Any
 
 
 def _masked(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Give the decoder a mask of one element, which it passes on as it is: layers with an indexer
-    take a part of their mask for it."""
+    """Add a mask of one element to the decoder's arguments, which it passes on unchanged: layers
+    give their indexer a part of the mask, and so need one."""
     if keywords.get(_MASK) is None:
         keywords = {**keywords, _MASK: torch.ones(1, 1, 1, 1, dtype=torch.bool)}
     return arguments, keywords

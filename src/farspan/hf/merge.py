@@ -91,7 +91,7 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     overrides = told.pop("overrides", {})
     told.pop(FILES, None)
     model = _base_folder(config, base, adapters)
-    if base is None:  # adapters of somebody else may name any folder
+    if base is None:  # others' adapters may name any folder
         _refuse_links(model)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
     with open_tensors(adapters / ADAPTER_TENSORS) as tensors:

@@ -226,7 +226,8 @@ SCAN = "mamba_selective_scan"  # in transformers 5.16 to 5.24; Mamba 2's has ano
 
 
 def continued(layer: nn.Module, states: RecurrentStates) -> Iterator[Part]:
-    """Yield forwards, for `put_in`, of modules in a layer that would not begin with `states`."""
+    """Yield forwards, for `put_in`, that begin with `states`, of modules that take none from a
+    cache."""
     state = states.before.get(f"{RECURRENT}.0")
     for module in layer.modules():
         forward = _forward(module)
@@ -253,7 +254,7 @@ def _names(function: Any) -> tuple[str, ...]:
 
 
 def _with_globals(module: nn.Module, forward: Any, names: dict[str, Any]) -> Part:
-    """Return a module's own forward in which some global names stand for something else."""
+    """Return a module's own forward with some of its global names replaced."""
     own = FunctionType(
         forward.__code__,
         {**forward.__globals__, **names},
@@ -266,7 +267,7 @@ def _with_globals(module: nn.Module, forward: Any, names: dict[str, Any]) -> Par
 
 @dataclass(frozen=True, slots=True)
 class _BeginningWith:
-    """Module torch for MiniMax's linear attention, whose state begins as torch.zeros."""
+    """Stand-in for `torch` in MiniMax's linear attention, in which `zeros` gives a saved state."""
 
     state: Tensor
 
@@ -296,8 +297,8 @@ def _griffin(block: Any, states: RecurrentStates) -> Iterator[Part]:
 
 
 def _continued_scan(scan: Callable[..., Any], states: Iterator[Tensor]) -> Callable[..., Any]:
-    """Return a Mamba 1 scan whose calls begin with one of `states` each, [B, channels, N]. The
-    results of `scan`, which begins with zeros, are linear in the state: its part is added."""
+    """Return a Mamba 1 scan of which each call begins with the next of `states`, [B, channels, N].
+    `scan` begins with zeros, and its results are linear in the state, whose part is added."""
 
     def run(
         x: Tensor,

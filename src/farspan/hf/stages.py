@@ -241,7 +241,7 @@ class CausalLMStages:
         self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def run_layers_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
-        """From now on, run these copies of the layers; see `run_in`."""
+        """Run copies of the layers, made by `shell`, from now on; see `run_in`."""
         self.running = [shell(layer) for layer in self.layers]
 
     def settle(self, longest: int) -> None:
@@ -257,8 +257,8 @@ class CausalLMStages:
 
     @contextmanager
     def kept_shells(self) -> Iterator[None]:
-        """Make shells of modules around the layers once inside the context, as a step does. Nobody
-        edits the model there; between steps somebody may."""
+        """Make shells of modules around the layers only once inside the context, as in a step. The
+        model may be edited between steps, but not there."""
         before, self._kept = self._kept, {}
         try:
             yield
@@ -266,7 +266,7 @@ class CausalLMStages:
             self._kept = before
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Found]) -> Found:
-        """Return what `make` has made under this key in the present step."""
+        """Return the result of `make` for this key, called once per step."""
         if self._kept is None:
             return make()
         if key not in self._kept:

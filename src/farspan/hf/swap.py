@@ -75,7 +75,7 @@ def shell_of(
         own.pop("forward", None)
     own["_modules"] = {**own["_modules"], **(modules or {})}
     for table, parts in (("_parameters", parameters), ("_buffers", buffers)):
-        if parts is not None:  # else the table is the module's, and follows what is put into it
+        if parts is not None:  # else the table is the module's, and follows changes to that
             own[table] = {**own[table], **parts}
     own.update(attributes or {})
     if forward is not None:

@@ -324,7 +324,7 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def refuse_padding_inside(model: PreTrainedModel, input_ids: Tensor, positions: Tensor) -> None:
-    """Raise UnsupportedError if a token follows padding in its document, [B, T], in a model whose
+    """Raise UnsupportedError if `input_ids` [B, T] have padding inside a document, in a model whose
     `first_position` is not 0: such a model leaves padding out when it numbers positions."""
     padding = input_ids == first_position(model) - 1
     inside = padding[:, :-1] & ~padding[:, 1:] & (positions[:, 1:] > 0)

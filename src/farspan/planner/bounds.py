@@ -57,8 +57,8 @@ def spread(free: Array, counted: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleGrid:
-    """Schedules of one kind of rank that differ in how the layers are split into groups, in what is
-    saved, and in the tiers of x, attention and activations."""
+    """Schedules of one kind of rank that differ in the split of the layers into groups, in the
+    chunks saved, and in the tiers of x, attention and activations."""
 
     cell_prices: CellPrices
     schedule: Schedule  # in tokens of the sequence; the open choices are not read
@@ -253,7 +253,7 @@ def _exposed_collectives(grid: ScheduleGrid) -> Array:
     cell_prices, splits, graphs = grid.cell_prices, grid.splits, grid.saves.graphs
     layers = cell_prices.model.layers
     gather = np.array([cell_prices.prices.gather(layer) for layer in range(len(layers))])
-    # The first pass begins with chunk 0; those that make K, V or graphs again with any chunk.
+    # The first pass begins with chunk 0; later passes, for K, V or graphs, with any chunk.
     first, later = (
         np.array([_longest(grid, spec, chunk) for spec in layers]) for chunk in (0, None)
     )
@@ -264,7 +264,7 @@ def _exposed_collectives(grid: ScheduleGrid) -> Array:
     if grid.schedule.kv_kept:
         beside_clear = np.maximum(0.0, gather[1:] - cell_prices.clear)
         again = np.where((graphs > 0)[:, None], beside_clear, again)
-    # What runs between a group's end and the next group's first cell, and before the first of all.
+    # Work between a group's end and the next group's first cell, and before the very first cell.
     between = cell_prices.clear + 2 * float(cell_prices.lanes.embed.max())
     found = np.zeros((len(splits.sizes), len(graphs)))
     gathers = splits.gathers(cell_prices.prices)[:, 0]
@@ -284,8 +284,8 @@ def _exposed_collectives(grid: ScheduleGrid) -> Array:
 
 
 def _longest(grid: ScheduleGrid, spec: LayerSpec, chunk: int | None) -> float:
-    """Return the most seconds that a forward of the layer takes for a chunk, or for any (None),
-    whatever it keeps."""
+    """Return the seconds of the layer's longest forward for a chunk, or for any chunk (None),
+    whatever the forward keeps."""
     cell_prices = grid.cell_prices
     lanes = cell_prices.lanes
     modes = (lanes.forward, lanes.given_attention, lanes.project)

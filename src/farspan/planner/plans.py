@@ -524,7 +524,7 @@ def _longest(question: Question, name: str) -> int:
 
 def _fitting(question: Question, name: str) -> Schedule | None:
     """Return one of the strategy's schedules of least memory that fits, or None. With sparse
-    attention, of those that fit dense, by a program of a few chunks."""
+    attention, it fits with dense attention and, by a program of a few chunks, with sparse."""
     if states_do_not_fit(question):
         return None
     dense = replace(question, sparse=None)
@@ -669,7 +669,7 @@ def _narrower(question: Question, plans: Sequence[Plan], priced: Priced) -> list
 
 def _half(plan: Plan, most: float, priced: Priced) -> Schedule | None:
     """Return the plan's schedule with its chunk halved, once or until a lower bound of its seconds
-    is at most `most`. None if none is, or if the bound says that the plan gets no better."""
+    is at most `most`. None if no chunk reaches that, or if the bound shows no better plan."""
     question, schedule = plan.question, plan.schedule
     sparse, half = _sparse_of(question), schedule.chunk // 2
     while half >= max(sparse.page, min(chunk_sizes(question))):

@@ -433,8 +433,8 @@ class Prices:
         return Cost(compute=moved + self._inputs_of_layers(i.chunk))
 
     def _load(self, i: Load) -> Cost:
-        """Price the first cell's call, for which a group above the first may embed its tokens
-        again; the head has none."""
+        """Price loading a group's input. Layers may need inputs of their own, which are made from
+        the tokens again; the head needs none."""
         is_called = self.program.model.embeds and i.layer < len(self.program.model.layers)
         return Cost(compute=self._inputs_of_layers(i.chunk)) if is_called else NOTHING
 

@@ -4,7 +4,7 @@ A cell's memory depends on its layer, its tokens, the keys before it and its mod
 through the program and takes the bytes of each cell from the model's profile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import ceil, lcm
@@ -364,9 +364,23 @@ HALF = ("bfloat16", "float16")
 
 
 def workspace_bytes(question: Question, schedule: Schedule) -> int:
-    """Workspace bytes of the largest attention call; `schedule` is in the device's own tokens
-    (`own_schedule`). If unmeasured, only the sums of dQ of deterministic kernels count."""
-    return max(_bytes(question, schedule, spec) for spec in question.model.layers)
+    """Workspace bytes of the largest attention call, or of casts for FP8 products if these take
+    more; `schedule` is in the device's own tokens (`own_schedule`). If unmeasured, only the sums of
+    dQ of deterministic kernels count."""
+    attention = max(_bytes(question, schedule, spec) for spec in question.model.layers)
+    if question.kernels.products is None:
+        return attention
+    widths = {pair for spec in question.model.layers for pair in spec.work.products}
+    queries, _ = _rows(question, schedule)
+    return max(attention, cast_bytes(widths, question.run.batch * queries))
+
+
+def cast_bytes(widths: Iterable[tuple[int, int]], rows: int) -> int:
+    """Return the bytes that casts of the largest operand of FP8 products take, for products of
+    these (inner, outer) widths: two float32 copies of it. On a CPU 7.4 bytes an element were
+    measured with torchao 0.18."""
+    largest = (max(rows * max(pair), pair[0] * pair[1]) for pair in widths)
+    return 8 * max(largest, default=0)
 
 
 def _bytes(question: Question, schedule: Schedule, spec: LayerSpec) -> int:

@@ -93,7 +93,7 @@ class LongContext:
     Gradients equal those of the plain Trainer, also for sequences that are too long for its memory.
     No token sees or predicts across padding, nor from one packed document to the next (position_ids
     that restart). Gradient checkpointing that the arguments turn on is left to the schedule. With
-    `bf16` steps run the modules of float32 weights under autocast. Where they cannot, as with a
+    `bf16` steps run the modules of float32 weights under autocast. If they cannot, as with a
     schedule that is planned, it is refused or, if a configuration turns it on by itself (TRL's),
     left to the dtype of the weights. Log lines say so.
 

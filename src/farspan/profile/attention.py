@@ -93,8 +93,8 @@ def attention_bytes(
 
 
 def choice_bytes(heads: LayerSpec, call: Call, run: tuple[int, int], tokens: int) -> int:
-    """Return the peak bytes of choosing the tokens that a chunk's queries see, without the choice,
-    as `hf.indexer.IndexerCall.choose` and the indexers of transformers allocate them."""
+    """Return the peak temporary bytes while an indexer chooses tokens for a chunk's queries, as
+    `hf.indexer.IndexerCall.choose` and transformers allocate them. The result does not count."""
     index = heads.indexer
     if index is None or not index.dim or not heads.chosen(call.q_start + tokens):
         return 0

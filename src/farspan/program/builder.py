@@ -93,7 +93,8 @@ def build_evaluation(
 
 
 def _refuse_sparse(model: ModelSpec, schedule: Schedule) -> None:
-    """Raise UnsupportedError for sparse attention to tokens that a layer cannot leave to a step."""
+    """Raise UnsupportedError if sparse attention is set and layers choose tokens by an indexer, or
+    attend to all tokens and pass on a state."""
     if schedule.sparse is None:
         return
     if any(layer.indexer for layer in model.layers):

@@ -244,8 +244,8 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """Return the model with the `row` of recurrent states set: elements per token, so many that the
-    rows of any chunk but the last have room for a whole state. Raises UnsupportedError for a chunk
+    """Return the model with the `row` of recurrent states set: elements per token, enough for the
+    rows of any chunk but the last to hold a whole state. Raises UnsupportedError for a chunk
     of one token, which recurrent layers treat as generation."""
     if not model.is_recurrent():
         return model

@@ -105,7 +105,7 @@ def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
 
 
 def _dkv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
-    """Return the tensors of gradients. Index keys have none."""
+    """Return the gradients of K, V and of states. Index keys have none."""
     of = (one for one in _kv(model, layer, batch) if one.name != INDEX)
     return [RowTensor(one.name, one.shape, True) for one in of]
 

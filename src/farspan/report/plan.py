@@ -410,7 +410,7 @@ def _quantisation_note(question: Question) -> Iterator[str]:
 
 
 def subject(plan: Plan) -> str:
-    """Describe in a line what is planned: model, tokens, devices and optimizer."""
+    """Describe a plan's subject in one line: model, tokens, devices and optimizer."""
     question = plan.question
     run, attention = question.run, ""
     if question.sparse is not None:

@@ -290,8 +290,8 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _lasting_blocks(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """Yield the blocks outside the arena that last all step, such as weights; and one for kernels'
-    extra memory: the plan's bytes for cells beyond `walked`, those that the walk counts."""
+    """Yield the blocks outside the arena that last all step, such as weights, and one for kernels'
+    extra memory: the plan's bytes for cells less `walked`, the bytes that the walk counts."""
     sizes = {
         name: count
         for name, count in parts.items()

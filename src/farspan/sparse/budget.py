@@ -35,7 +35,7 @@ LOGITS = 512  # tokens at one time
 
 @dataclass(frozen=True, slots=True)
 class KeptMass:
-    """The share of dense attention's mass that queries see with sparse attention (1: all of it),
+    """The share of dense attention's mass that queries see with sparse attention (1: all mass),
     measured for each selector, layer and budget; means over queries and heads."""
 
     sparse: Sparse  # without its budget and selector

@@ -356,8 +356,8 @@ class UnpairedLoss(_AnswerLoss):
         return micros[0].indices[0] // (run.accumulate * run.batch * self.batches.replicas)
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
-        """Compute the reference's log-probabilities of all answers, and of the mismatched answers
-        of every update and of the evaluation their sums, [updates, 1] and [1, 1]."""
+        """Compute the reference's log-probabilities of all answers and, summed over mismatched
+        answers, for every update, [updates, 1], and for the evaluation, [1, 1]."""
         tables = super()._compute(step)
         groups: dict[str, Iterable[list[Micro]]] = {
             "train": map(self.batches.of_step, range(self.ctx.run.steps))

@@ -25,7 +25,7 @@ NO_DEVICE_MEMORY = ("CUDA error: out of memory", "ALLOC_FAILED", "CUDA out of me
 
 
 class NoScheduleFits(UnsupportedError):
-    """No schedule that was tried fits; the message names them."""
+    """Error if no schedule that was tried fits; the message names them."""
 
 
 class OneRankOutOfMemory(NoScheduleFits):

@@ -110,7 +110,7 @@ class FreeMemory:
     host: int
 
     def limit(self, machine: MachineSpec) -> MachineSpec:
-        """Return the machine with its memory limited to what is free."""
+        """Return the machine with its memory limited to the free bytes."""
         host = min(machine.host_bytes, self.host)
         if machine.unified:
             return replace(machine, host_bytes=host)

@@ -552,7 +552,8 @@ def train(
 
 @contextmanager
 def _joined(run: RunConfig) -> Iterator[tuple[RunConfig, DistributedContext]]:
-    """Let this process join a run's ranks, on its device; yields the run as it began and them."""
+    """Join this process to a run's ranks, on its device. Yields the run as it began, and the
+    context of the ranks."""
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)
     device, values = choose_device(run.device), flatten(to_mapping(run))

@@ -389,7 +389,7 @@ class Allocator:
         self._library.farspan_begin_iteration(self._live())
 
     def fail_at(self, call: BackendCall, nth: int, times: int = 1) -> None:
-        """Let the nth next backend call of a kind fail, or `times` calls from it on; for tests."""
+        """Make `times` backend calls of a kind fail, beginning with the nth from now; for tests."""
         self._call("fail_at", call, whole("nth", nth), whole("times", times))
 
     def hold_events(self, on: bool = True) -> None:

@@ -180,7 +180,7 @@ def lowest_of(
     """Return the lowest greedy placement among those by several orders. Stop at the lower bound, or
     when the next order, at the pace of the previous one, would end after `end` (a time of
     perf_counter). The first order, too, looks at the clock. 200,000 requests take 1 to 4 s an
-    order, less where it is soon seen to be no lower."""
+    order, less if one soon proves to be no lower."""
     bound = live_peak(requests)
     best: Placement | None = None
     columns = to_columns(requests)
