@@ -109,7 +109,7 @@ CUT = {name: of for name, of in SCHEDULES.items() if name != "tiles of one token
 WEIGHTS = replace(BASE, groups=1, weights=Tier.HOST)
 
 
-TURNS = zip(LOSSES, list(CUT)[::2], [torch.float32, torch.bfloat16] * 2, strict=True)
+TURNS = zip(LOSSES, list(CUT)[::2], [torch.float32, torch.bfloat16] * 2, strict=False)
 
 
 @pytest.mark.slow
