@@ -1,6 +1,7 @@
 """Time a training step beside Hugging Face's own path, in one run.
 
-    python benchmarks/step.py [--out FILE] [--tokens N] [--repeats R] [--streamed]
+    python benchmarks/step.py [--out FILE] [--tokens N] [--repeats R]
+                               [--short | --streamed | --logprobs]
 
 Both train the same Qwen2-shaped model with the same weights on the same tokens. The baseline is
 what a Hugging Face user has: SDPA attention, gradient checkpointing, the model's own loss. The two
@@ -11,6 +12,9 @@ in main memory, which stream through slots, beside the same with all of them res
 the baseline under PyTorch's FSDP2 with CPUOffloadPolicy and, where it is installed, DeepSpeed's
 ZeRO-3 with its offload, each as one rank. The peak is of everything that torch allocates, from the
 making of the model to the end of a step.
+
+With `--short`, a step of one chunk and one group, of which nothing is computed again, as `auto`
+plans where everything fits, beside transformers without gradient checkpointing.
 
 With `--logprobs`, a forward that gives log-probabilities and then its backward, beside the one-pass
 step of the same loss, of a model of eight layers in eight groups.
@@ -73,9 +77,18 @@ def checkpointed() -> Qwen2ForCausalLM:
     return model
 
 
-def baseline(ids: Tensor) -> Callable[[], float]:
+def plain() -> Qwen2ForCausalLM:
+    """The model as that path trains it where all activations fit."""
+    model = make_model()
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def baseline(
+    ids: Tensor, make: Callable[[], Qwen2ForCausalLM] = checkpointed
+) -> Callable[[], float]:
     """A step of the Hugging Face path."""
-    model = checkpointed()
+    model = make()
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
@@ -218,6 +231,15 @@ def contenders(ids: Tensor, kind: str) -> tuple[Contenders, dict[str, Schedule]]
             "logprobs": partial(deep_step, ids, resident, apart=True),
         }
         return makers, {"one pass": resident}
+    if kind == "short_step":
+        layers = MODEL["num_hidden_layers"]
+        whole = replace(resident, chunk=ids.shape[1], groups=layers, attention_save_fraction=0.0)
+        makers = {
+            "huggingface, nothing recomputed": partial(baseline, ids, plain),
+            "huggingface": partial(baseline, ids),
+            "one chunk": partial(farspan_step, ids, whole),
+        }
+        return makers, {"one chunk": whole}
     if kind == "step":
         makers = {"huggingface": partial(baseline, ids)}
         makers |= {name: partial(farspan_step, ids, plan) for name, plan in plans.items()}
@@ -235,6 +257,7 @@ def contenders(ids: Tensor, kind: str) -> tuple[Contenders, dict[str, Schedule]]
 
 BASELINES = {
     "step": "transformers, SDPA, gradient checkpointing",
+    "short_step": "transformers, SDPA, nothing recomputed",
     "streamed_step": "resident",
     "logprobs": "one pass",
 }
@@ -282,7 +305,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the record to this file")
     kinds = parser.add_mutually_exclusive_group()
-    for kind, what in ("streamed_step", "streamed"), ("logprobs", "logprobs"):
+    for kind, what in (
+        ("short_step", "short"),
+        ("streamed_step", "streamed"),
+        ("logprobs", "logprobs"),
+    ):
         kinds.add_argument(
             f"--{what}", action="store_const", const=kind, dest="kind", default="step"
         )

@@ -13,16 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farspan.distributed.context import ParallelContext
 from farspan.engine.float8 import float8_fault, float8_linears
 from farspan.engine.memory import estimate_memory, least_transient
 from farspan.engine.microbench import GLANCE, Bench, float8_products
+from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.planner.machines import machine, read
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Question
 from farspan.planner.walk import cast_bytes, workspace_bytes
-from farspan.program.layout import Parallel
+from farspan.program.layout import Layout, Parallel
 from farspan.report.plan import subject
 from farspan.spec import Kernels, Products, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import DType, LoraConfig, ModelConfig
@@ -31,6 +33,7 @@ from tests import float8
 from tests.engine.checks import Outcome, draw, run_oracle, run_step
 from tests.numerics import assert_exact
 from tests.profiles import profile_of
+from tests.ranks import run_ranks
 from tests.train.tiny import MODEL, Quiet, tiny_run
 from tests.zoo import make_model
 
@@ -132,6 +135,33 @@ def test_every_product_of_a_layer_is_in_fp8_and_no_other(monkeypatch: pytest.Mon
     assert sorted(seen) == sorted(tuple(m.weight.shape) for m in linears)
     run_step(model, Step(model, WHOLE), data)
     assert len(seen) == len(linears)  # not unless it is named
+
+
+def as_alone() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        float8.stand_in(patch)
+        patch.setattr("farspan.engine.preparation.refuse_float8", lambda *_, **__: None)
+        schedule, data = Schedule(chunk=16, groups=2), draw(60)
+        models = [make_model("qwen2") for _ in range(3)]
+        alone = run_step(models[0], Step(models[0], schedule, kernels=FP8), data)
+        exactly = run_step(models[0], Step(models[0], schedule), data)
+        assert abs(float(alone.loss - exactly.loss)) > 1e-6
+        ranks = ParallelContext(Layout(ulysses=2), CPU)
+        found = run_step(models[1], Step(models[1], schedule, ranks=ranks, kernels=FP8), data)
+        assert_exact(found.loss, alone.loss)
+        for name in (n for n in alone.gradients if "norm" in n or "embed" in n):
+            assert_exact(found.gradients[name], alone.gradients[name])
+        dealt = Step(
+            models[2], schedule, ranks=parallelize(models[2], schedule, ranks), kernels=FP8
+        )
+        assert_exact(dealt(data.input_ids, data.labels).detach(), alone.loss)
+
+
+@pytest.mark.skipif(INSTALLED, reason="torchao's own products are no wider than float32")
+def test_two_ranks_compute_what_one_does() -> None:
+    """With whole weights and with shards. Weights' gradients have scales over a rank's tokens, so
+    those of inputs are compared."""
+    run_ranks(2, as_alone)
 
 
 def frozen(model: Any) -> Any:

@@ -169,25 +169,19 @@ PLANNER = (
         "evenly: all groups keep where some should",
         "if not self.keeps() or (self.is_last and len(self.layers) == 1):",
         "if self.is_last and len(self.layers) == 1:",
-        ("tests/program/test_simulate.py::test_simulation_equals_the_formulas",),
+        ("tests/planner/test_timeline.py::test_copies_of_every_nth_layer_hide",),
     ),
     Fault(
         "evenly: the first groups keep instead of every n-th",
         "begun = [ceil(share * group - 1e-9) for group in range(groups + 1)]",
         "begun = [min(group, ceil(share * groups - 1e-9)) for group in range(groups + 1)]",
-        ("tests/program/test_simulate.py::test_simulation_equals_the_formulas",),
+        ("tests/planner/test_timeline.py::test_copies_of_every_nth_layer_hide",),
     ),
     Fault(
         "evenly: few layers keep as all do",
         "kept = frozenset(group for group, first in firsts if keeps[few[first]])",
         "kept = frozenset(group for group, first in firsts)",
         ("tests/planner/test_timeline.py::test_few_layers_take_the_time_of_all",),
-    ),
-    Fault(
-        "evenly: bounds take the time of copies that groups without any would have",
-        "turn = max((groups[group][1] for group in keeping if group < several), default=0)",
-        "turn = groups[-1][1]",
-        ("tests/planner/test_bound.py::test_bounds_hold",),
     ),
     Fault(
         "evenly: bounds count cells of groups that keep none",

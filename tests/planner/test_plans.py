@@ -18,7 +18,9 @@ from farspan.planner.plans import best_plan, longest_contexts, named_schedule
 from farspan.planner.request import PINNED, Optimizer, Plan, Question
 from farspan.planner.search import TOLERANCE
 from farspan.planner.space import Alpha, solve_alpha, with_alpha
+from farspan.program.builder import build_program
 from farspan.program.layout import Layout
+from farspan.program.program import AttentionMode, Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, UnsupportedError
 from tests.grids import crossed, part_of
@@ -78,6 +80,16 @@ def test_a_short_step_is_no_slower_than_those_beside_it(model: str) -> None:
     best = api.plan(model, context=2048, machine="h100")
     alike = [other.seconds.total for other in best.alternatives if other.fit >= best.fit]
     assert best.seconds.total <= (1 + TOLERANCE) * min(alike)
+
+
+@pytest.mark.parametrize("tokens", [4096, 8192, 16384])
+def test_a_short_step_takes_one_chunk_and_computes_nothing_again(tokens: int) -> None:
+    asked = question(tokens)
+    program = build_program(asked.model, asked.run, best_plan(asked).schedule)
+    assert len(program.chunks) == 1
+    forwards = [i for i in program.instructions if isinstance(i, Forward)]
+    assert [i.layer for i in forwards] == list(range(len(asked.model.layers)))
+    assert all(i.graph and i.mode is AttentionMode.COMPUTE for i in forwards)
 
 
 def test_main_memory_is_not_taken_for_nothing() -> None:
