@@ -74,6 +74,15 @@ def test_a_step_keeps_no_table_for_the_next() -> None:
     assert not torch.equal(*tables)
 
 
+def test_steps_write_no_table_into_the_model() -> None:
+    """It would be taken for an edit, and each step would prepare the model again."""
+    step = Step(long_rope("phi3"), SCHEDULE)
+    step(*draw(61))
+    prepared = step.prepared_model
+    step(*draw(ORIGINAL))
+    assert step.prepared_model is prepared
+
+
 class OfItsOwn(nn.Module):
     """Scales the table by the longest position, as PhiMoE's does."""
 
