@@ -588,7 +588,7 @@ class Sparse:
 
     def choosing(self, chunks: Sequence[tuple[int, int]]) -> range:
         """Return which of the chunks, token ranges in order, have pages to choose from."""
-        first = bisect_left(chunks, 1, key=lambda chunk: len(self.candidates(chunk[0])))
+        first = bisect_left(chunks, 1, key=lambda chunk: self.width(chunk[0]))
         return range(first, len(chunks))
 
     def near(self, q_start: int) -> int:

@@ -61,12 +61,26 @@ def test_each_sequence_has_the_table_of_its_longest_document(family: str) -> Non
         assert relative_error(step.evaluate(*data), expected.loss) < 1e-12, what
 
 
-def test_a_sequence_gets_no_table_of_the_one_before() -> None:
-    """Also if nobody calls the model itself between two steps, which would make it another one."""
+def test_a_step_keeps_no_table_for_the_next() -> None:
+    stages, positions = CausalLMStages(long_rope("phi3")), torch.arange(4)[None]
+    tables = []
+    for longest in (ORIGINAL, 61):
+        stages.settle(longest)
+        with stages.kept_shells():
+            calls = [stages.calls(1, positions)[0] for _ in range(2)]
+        pair = [call.keywords["position_embeddings"][0] for call in calls]
+        assert torch.equal(*pair)
+        tables.append(pair[0])
+    assert not torch.equal(*tables)
+
+
+def test_steps_write_no_table_into_the_model() -> None:
+    """It would be taken for an edit, and each step would prepare the model again."""
     step = Step(long_rope("phi3"), SCHEDULE)
-    for data in (draw(61), draw(ORIGINAL), draw(61)):
-        fresh = Step(long_rope("phi3"), SCHEDULE)
-        assert torch.equal(step.evaluate(*data), fresh.evaluate(*data))
+    step(*draw(61))
+    prepared = step.prepared_model
+    step(*draw(ORIGINAL))
+    assert step.prepared_model is prepared
 
 
 class OfItsOwn(nn.Module):

@@ -536,7 +536,8 @@ class CausalLMStages:
         """Return a shell of the model, or of its decoder alone, and the stand-in for its layers."""
         inject = _Inject(self.layers[0])
         layers = nn.ModuleList([inject])
-        decoder = self._shell(self.decoder, self._with_layers(layers, self._shell))
+        modules = self._with_layers(layers, self._shell) | self._settled
+        decoder = self._shell(self.decoder, modules)
         if layout is not None:
             blanks = layout.blank_modules()
             decoder = shell_of(decoder, blanks, attributes=layout.blank())
