@@ -86,6 +86,7 @@ SMALL: dict[str, Any] = {
 # Fields of an architecture that its defaults do not make a small causal model of.
 DECODER = {"is_decoder": True}
 QWEN4 = {
+    "head_dim": 8,
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,

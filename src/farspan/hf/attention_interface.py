@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,12 +71,14 @@ def _attention(
     if (positions := _first_positions.get()) is not None:
         _first_positions.set(None)
         query = positions.scaled(query)
-
-    def attend(value: Tensor) -> Tensor:
-        return _rounded(active, module, query, key, value, scale, keywords)
-
-    whole = _whole_values.get()
-    out = attend(value) if whole is None else whole.attended(value, attend)
+    if casts(query.device.type):
+        active = partial(_rounded, active)
+    if (whole := _whole_values.get()) is not None:
+        out = whole.attended(
+            value, lambda part: active(module, query, key, part, scale, **keywords)
+        )
+    else:
+        out = active(module, query, key, value, scale, **keywords)
     return out.contiguous(), None  # like transformers' own: AFMoE and JetMoE call view on it
 
 
@@ -86,13 +89,11 @@ def _rounded(
     k: Tensor,
     v: Tensor,
     scale: float,
-    keywords: dict[str, Any],
+    **keywords: Any,
 ) -> Tensor:
-    """Call attention; under autocast round its inputs and result to autocast's dtype, as
+    """Call attention under autocast: round its inputs and result to autocast's dtype, as
     scaled_dot_product_attention does. Rounded inputs keep the wider dtype of the buffers."""
     kind = q.device.type
-    if not casts(kind):
-        return attend(module, q, k, v, scale, **keywords)
     narrow, wide = torch.get_autocast_dtype(kind), torch.promote_types(q.dtype, F32)
     q, k, v = (part.to(narrow).to(wide) for part in (q, k, v))
     return attend(module, q, k, v, scale, **keywords).to(narrow)
