@@ -535,7 +535,7 @@ def test_the_page_has_the_table() -> None:
 def table() -> str:
     lines = []
     for kind in RecordFormat:
-        lines += [f"## `{kind}`", "", "| field | what it says |", "| --- | --- |"]
+        lines += [f"## `{kind}`", "", "| field | meaning |", "| --- | --- |"]
         lines += [f"| `{name}` | {meaning} |" for name, meaning in READ[kind].items()]
         lines.append("")
     marks, names = (
