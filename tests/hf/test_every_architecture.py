@@ -151,7 +151,8 @@ def small_fields(config: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
         inner = type(getattr(made, name)) if kind is AutoConfig else kind
         with suppress(Exception):  # of a part that the architecture does without
             found[name] = {**small_fields(inner, {}), "model_type": inner.model_type}
-    return {**found, **fields}
+    inner = found.keys() & (getattr(config, "sub_configs", None) or {}).keys()
+    return found | {n: {**found[n], **x} if n in inner else x for n, x in fields.items()}
 
 
 def _is_set(config: Any, name: str) -> bool:
