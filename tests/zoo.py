@@ -281,7 +281,7 @@ FURTHER: dict[str, Family] = {
 FURTHER |= {  # which nobody has named in a report so far
     "apertus1p5_text": Family(),
     "axk1": Family({**LATENT, **ROUTED_EXPERTS, "n_group": 1, "topk_group": 1}),
-    "beam": Family(SMALL_EXPERTS),
+    "beam": Family({**SMALL_EXPERTS, "n_group": 1, "topk_group": 1}),
     "dbrx": Family(
         {
             "d_model": 32,
