@@ -313,7 +313,7 @@ class BetweenTiers(CopyEngine):
 
 
 # What makes tensors and views of the slab, copies buffers to the device, and rounds gradients.
-ON_HOST = {"empty", "set_", "view", "_to_copy"}
+ON_HOST = {"empty", "set_", "view", "detach", "_to_copy"}
 
 
 class ComputesOn(TorchDispatchMode):

@@ -194,7 +194,7 @@ def test_texts_stand_beside_records_of_any_form(corpus: Any) -> None:
     assert not store.trained[middle:].all()
     assert any(line.startswith("files: 1 .txt, 1 .json") for line in found.describe(64))
     pairs = {"d/a.txt": b"x", "d/b.jsonl": lines([{"prompt": "a", "chosen": "b", "rejected": "c"}])}
-    with pytest.raises(UnsupportedError, match=r"a\.txt is plain text, without two answers"):
+    with pytest.raises(UnsupportedError, match=r"a\.txt is plain text, without answers to compare"):
         corpus("d", pairs)
 
 

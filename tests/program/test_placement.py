@@ -51,6 +51,7 @@ def test_the_allocator_places_alike(requests: list[PlacementRequest]) -> None:
     """Its package shares no code with this, sweeps every placement, and tries the same orders."""
     if not LIBRARY.exists():
         pytest.skip("the native allocator was not built here")
+    requests = [r for r in requests if r.born < r.dies]  # others may lie anywhere
     found = place(requests)
     native = [solver.PlacementRequest(r.size, r.born, r.dies) for r in requests]
     same = solver.Placement(found.addresses, found.height, found.lower_bound)
