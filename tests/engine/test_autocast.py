@@ -38,6 +38,7 @@ def plain(model: nn.Module, *, casts: bool) -> tuple[Tensor, Tensor]:
     return loss.detach(), gradients(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", part_of(list(SCHEDULES), "chunks", "keys in main memory"))
 @pytest.mark.parametrize("family", part_of(list(FAMILIES), "llama", "gemma2", "gpt_oss"))
 def test_gradients_are_as_near_as_plain_ones(family: str, name: str) -> None:

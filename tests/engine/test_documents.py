@@ -66,6 +66,7 @@ def sum_of_documents(model: nn.Module, data: Data) -> Outcome:
     return Outcome(loss, total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     crossed(["gemma3_text", "gpt_oss", "gpt2"], SCHEDULES),

@@ -81,6 +81,7 @@ shapes = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(schedules, shapes)
 @example(Schedule(chunk=1, kv_block=1, groups=(1, 3)), draw(17, batch=2, documents=5))
@@ -162,6 +163,7 @@ def outcomes() -> dict[tuple[str, torch.dtype], Outcome]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(24))
 @given(st.sampled_from(sorted(BASES)), st.sampled_from(NARROW), any_schedule())
 def test_all_of_them_together(
@@ -185,6 +187,7 @@ def test_other_families(name: str) -> None:
         assert_same_bits(run_step(model, replace(base, **changes), DATA), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -94,6 +94,7 @@ def _bound(module: nn.Linear) -> Any:
     return forward
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize(
     "changes",
@@ -157,6 +158,7 @@ def as_alone() -> None:
         assert_exact(dealt(data.input_ids, data.labels).detach(), alone.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INSTALLED, reason="torchao's own products are no wider than float32")
 def test_two_ranks_compute_what_one_does() -> None:
     """With whole weights and with shards. Weights' gradients have scales over a rank's tokens, so
@@ -259,6 +261,7 @@ def test_casts_are_counted() -> None:
     assert casts == cast_bytes(widths, 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 def test_its_rates_are_measured_on_what_a_step_runs() -> None:
     bench = Bench(CPU, GLANCE)

@@ -58,6 +58,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,6 +82,7 @@ def test_the_reference_is_the_model_of_transformers(family: str) -> None:
     assert relative_error(ours, theirs) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize(
     ("family", "name"),
@@ -198,6 +200,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 GRID = [(family, name) for family in FIELDS for name in ("grouped", "memo")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), part_of(GRID, GRID[1], GRID[2]))
 def test_memory_is_predicted(family: str, name: str) -> None:
     model = make(family, torch.float32, num_hidden_layers=4, **FIELDS[family])
@@ -239,6 +242,7 @@ def test_text_of_a_model_that_reads_images_is_exact() -> None:
     assert_close(run_step(model, KEPT, data), run_oracle(model, data))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_formulas", "float64_throughout")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_in_shells_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_formulas", "float64_throughout")
 @pytest.mark.parametrize(("what", "later"), part_of(product(CHANGES, [False, True]), *TURNS))
 def test_what_does_more_does_so_in_shells(

@@ -58,6 +58,7 @@ def by_transformers(model: PreTrainedModel, data: Data) -> Outcome:
     return Outcome(out.loss.detach(), gradients(model))
 
 
+@pytest.mark.slow
 @exactly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_gives_transformers_own_gradients(family: str) -> None:
@@ -90,6 +91,7 @@ def test_the_choice_counts() -> None:
     assert relative_error(loss[0], loss[1]) > 1e-3
 
 
+@pytest.mark.slow
 @exactly
 @pytest.mark.parametrize("family", [FAMILY, "dots3_note_text", *SHARED])
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -162,6 +164,7 @@ def over_two(names: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_two_ranks_give_what_one_does() -> None:
     assert run_ranks(2, over_two, list(LAYOUTS)) == [[], []]
 

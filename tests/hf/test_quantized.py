@@ -194,6 +194,7 @@ def streamed(name: str) -> Schedule:
     return replace(SCHEDULES[name], weights=Tier.HOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     part_of(

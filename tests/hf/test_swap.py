@@ -142,6 +142,7 @@ class Interrupt:
 
 
 # An interrupt may hit a generator as it is closed, where nobody can catch it.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("way", "interrupts"),

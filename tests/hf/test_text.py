@@ -131,6 +131,7 @@ def unmet(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", part_of(KINDS, *list(KINDS)[::5]))
 @pytest.mark.usefixtures("float64_throughout")
 def test_two_steps_of_text_are_exact(kind: str) -> None:

@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.zoo import make_model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_steps_are_exact(name: str) -> None:
