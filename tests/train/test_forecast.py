@@ -84,8 +84,9 @@ def test_the_first_step_is_forecast_and_not_rehearsed(
     train(run, components=replaced(parts, make_step=Counted), reporter=Quiet())
     assert Counted.calls == run.steps * run.accumulate
     predicted, measured = memory_of(Path(run.folder))
-    # Cells that keep what can be made again are planned 3 KB too large, whatever their size.
-    assert predicted == pytest.approx(measured, rel=0.01, abs=3200)
+    # A search keeps activations here, and cells that do are planned 3 KB too large.
+    above = 3200 if run.schedule.strategy == "auto" else 0
+    assert predicted == pytest.approx(measured, rel=0.01, abs=above)
 
 
 def test_the_opening_lines_come_in_order_and_the_memory_before_step_one(
