@@ -332,8 +332,9 @@ class _Replay:
         sparse = self.program.schedule.sparse
         if sparse is None or self.program.model.layers[layer].window is not None:
             return False
-        recent = max(0, self.program.chunks[chunk][0] - sparse.recent) // sparse.page
-        return sparse.budget > 0 and recent * sparse.page > sparse.sinks
+        page = sparse.page
+        recent = max(0, self.program.chunks[chunk][0] - sparse.recent) // page
+        return sparse.budget > 0 and recent > -(-sparse.sinks // page)
 
     def _check_flags(self, i: Forward) -> None:
         need = self.memory.need
