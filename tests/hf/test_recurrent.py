@@ -13,6 +13,7 @@ from farspan.engine.interpreter import Interpreter
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf import recurrent
+from farspan.hf.edits import look
 from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
 from farspan.hf.recurrent import RecurrentStates
@@ -161,6 +162,22 @@ def test_bfloat16_is_as_close_as_plain(name: str) -> None:
 def test_states_go_on_from_a_chunk_and_not_from_a_document(name: str) -> None:
     documents = draw(27, batch=2, documents=6, seed=3)
     assert_exact(name, Schedule(chunk=8, groups=2), [draw(25, batch=2), documents])
+
+
+@pytest.mark.skipif("recurrent_gemma" not in RECURRENT, reason="a newer family")
+def test_states_that_a_model_keeps_of_a_call_are_no_edit() -> None:
+    """RecurrentGemma's layers keep them. A step that found an edit in them would prepare the model
+    again or, on several ranks, refuse it."""
+    model, data = make_model("recurrent_gemma"), draw(9)
+    step, before = Step(model, Schedule(chunk=4)), look(model)
+    recurrences = [m for m in model.modules() if hasattr(m, "recurrent_states")]
+    step.stages.kinds()  # asks which arguments are caches
+    step.evaluate(*data)
+    assert [m.recurrent_states for m in recurrences] == [None, None]
+    with torch.no_grad():
+        model(data.input_ids, use_cache=True)
+    assert None not in [m.recurrent_states for m in recurrences]
+    assert look(model) == before
 
 
 def test_the_part_of_a_scan_that_stems_from_its_state() -> None:

@@ -31,8 +31,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NUMBERS = (bool, int, float, complex)
 AS_THEY_ARE = {str, bytes, type(None), torch.dtype, torch.Size, range}
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, partial)
-# Saving, loading and generating do not affect a step, nor does the origin of a configuration.
+# Saving, loading and generating do not affect a step, nor does the origin of a configuration, nor
+# do the states that RecurrentGemma's layers keep of a call: pieces are given theirs.
 IGNORED = {
+    *("conv1d_state", "recurrent_states"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set"),
     *("_name_or_path", "_commit_hash", "transformers_version", "warnings_issued"),

@@ -449,8 +449,10 @@ class CausalLMStages:
         makes no inputs of layers from its input embeddings."""
         tape, modules = _Tape(), self._settled
         recorders = nn.ModuleList([_Recorder(layer, tape) for layer in self.layers])
-        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
-        attributes: dict[str, Any] = {"warn_if_padding_and_no_attention_mask": lambda *_: None}
+        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait, and
+        # RecurrentGemma's would put states into the user's layers.
+        omitted = "warn_if_padding_and_no_attention_mask", "_setup_cache"
+        attributes: dict[str, Any] = dict.fromkeys(omitted, lambda *_: None)
         if blank:
             layout = self.carries[0].layout
             modules, attributes = modules | layout.blank_modules(), attributes | layout.blank()
