@@ -465,12 +465,11 @@ class CausalLMStages:
             return run(True)
         try:
             return run(False)
-        except ValueError as error:
-            alone = error
-        try:
-            found = run(True)
-        except Exception:
-            raise alone from None
+        except ValueError as alone:  # a name that outlived this would keep the frame's tensors
+            try:
+                found = run(True)
+            except Exception:
+                raise alone from None
         self._in_tuples = True
         return found
 
