@@ -9,12 +9,12 @@ left there computes NaN.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from farspan.engine import graphs
@@ -37,14 +37,20 @@ def whole(tensor: Tensor) -> Tensor:
 class Graph:
     """Stands in for `torch.cuda.CUDAGraph`."""
 
-    made: list["Graph"] = []  # in this test
+    made: ClassVar[list["Graph"]] = []  # in this test
+    alive: ClassVar[WeakSet["Graph"]] = WeakSet()
 
     def __init__(self) -> None:
         self.made.append(self)
+        self.alive.add(self)
         self.tape: list[tuple[Any, Any, Any, dict[int, Tensor]]] = []
         self.own: dict[int, Tensor] = {}  # allocated by the capture
         self.aliases: list[Tensor] = []  # of other memory that it uses
+        self.beside: list[Graph] = []  # graphs in the same pool of memory
         self.replays = 0
+
+    def pool(self) -> list["Graph"]:
+        return self.beside
 
     def poison(self) -> None:
         for tensor in self.own.values():
@@ -103,8 +109,12 @@ class Recorder(Unread):
 
 
 @contextmanager
-def capturing(graph: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
+def capturing(
+    graph: Graph, pool: list[Graph] | None, stream: str, *, capture_error_mode: str
+) -> Iterator[None]:
     """Stands in for `torch.cuda.graph`."""
+    assert (stream, capture_error_mode) == ("cpu", "thread_local")
+    graph.beside = [graph] if pool is None else [*pool, graph]
     recorder = Recorder(graph)
     try:
         with recorder:
@@ -125,6 +135,7 @@ def on_cpu() -> Iterator[list[Graph]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graph, "made", [])
         patch.setattr(graphs, "DEVICE", "cpu")
+        patch.setattr(graphs, "stream_of", str)
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "graph", capturing)
         real = torch._C._storage_Use_Count

@@ -7,6 +7,7 @@ graph begins without gradients, another adds to the gradients that the first lea
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from farspan.spec import Tier, UnsupportedError
 
 DEVICE = "cuda"
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
+Places = list[tuple[int, int, tuple[int, ...]]]  # number, address and strides of gradients
 INPUTS = "input_ids", "targets", "position_ids", "weights"
 
 
@@ -58,11 +60,13 @@ class Captured:
     """A captured step, which reads `inputs` and writes `loss` and `gradients`."""
 
     graph: Any
+    places: Places  # of gradients before it
     inputs: StepInputs
     loss: Tensor
     received: list[nn.Parameter]  # parameters with a gradient
     gradients: dict[nn.Parameter, Tensor]  # of parameters that had none before
     uses: list[int] = field(default_factory=list)  # of their memory, while each is in `.grad`
+    leaves: Places = field(default_factory=list)  # of gradients after it
 
     def is_held(self) -> bool:
         """Return whether anyone still holds gradients of the latest replay: the next overwrites
@@ -91,17 +95,16 @@ class Captured:
 
 
 class StepGraphs:
-    """CUDA graphs of the latest kind of calls to one step."""
+    """CUDA graphs of the latest kind of calls to one step. A call that runs without graphs first
+    frees their memory, so that a step's tensors are never in memory twice."""
 
     def __init__(self) -> None:
         self._kind: Any = None  # all that a graph fixes, but addresses of gradients
-        self._places: dict[bool, list[Any]] = {}  # these, by whether there are any
+        self._places: dict[bool, Places] = {}  # these, by whether there are any
         self._captured: dict[bool, Captured] = {}
 
     def drop(self) -> None:
         """Free the graphs' memory, except gradients that are held."""
-        self._kind = None
-        self._places.clear()
         self._captured.clear()
 
     def run(self, interpreter: Interpreter) -> Tensor | None:
@@ -109,18 +112,25 @@ class StepGraphs:
         kind, places = _kind(interpreter), _places(interpreter)
         adds = bool(places)
         if kind != self._kind:
+            self._kind, self._places = kind, {}
             self.drop()
-            self._kind = kind
-        elif places == self._places.get(adds):
-            found = self._captured.get(adds)
-            if found is None:
-                found = self._captured[adds] = capture(interpreter)
-                return found.replay(interpreter)
+        before, self._places[adds] = self._places.get(adds), places
+        first, found = (self._captured.get(one) for one in (False, adds))
+        if found is not None and found.places == places:
             if not found.is_held():
                 return found.replay(interpreter)
-        self._captured.pop(adds, None)
-        self._places[adds] = places
-        return None
+            before = None
+        follows = first is not None and places == first.leaves
+        if before != places and not (before and follows):
+            self.drop()
+            return None
+        if not (adds and follows):
+            self.drop()
+        # The one that adds computes in the memory of the first, whose gradients stay there.
+        pool = first.graph.pool() if adds and follows and first is not None else None
+        found = self._captured[adds] = capture(interpreter, places, pool)
+        loss, found.leaves = found.replay(interpreter), _places(interpreter)
+        return loss
 
 
 def _kind(interpreter: Interpreter) -> tuple[Any, ...]:
@@ -140,13 +150,21 @@ def _kind(interpreter: Interpreter) -> tuple[Any, ...]:
     )
 
 
-def _places(interpreter: Interpreter) -> list[Any]:
+def _places(interpreter: Interpreter) -> Places:
+    """Return the addresses of all gradients that there are."""
     gradients = {i: p.grad for i, p in enumerate(interpreter.stages.model.parameters())}
     return [(i, x.data_ptr(), x.stride()) for i, x in gradients.items() if x is not None]
 
 
-def capture(interpreter: Interpreter) -> Captured:
-    """Record a step. It computes nothing, and leaves all gradients as they are."""
+@cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream to capture on: PyTorch's own belongs to the device that asked first."""
+    return torch.cuda.Stream(device)
+
+
+def capture(interpreter: Interpreter, places: Places, pool: Any) -> Captured:
+    """Record a step in the memory `pool`, or in new memory. It computes nothing, and leaves all
+    gradients as they are."""
     given, graph = interpreter.inputs, torch.cuda.CUDAGraph()
     copies = {n: x.clone() for n in INPUTS if (x := getattr(given, n)) is not None}
     own = replace(
@@ -158,7 +176,8 @@ def capture(interpreter: Interpreter) -> Captured:
     before = {p: p.grad for p in own.stages.model.parameters()}
     try:
         # Other threads, such as those that load data, may use CUDA meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        stream = stream_of(own.stages.device)
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             loss = own.run()
         received = list(own.gradients.received)
         fresh = {p: p.grad for p in received if before[p] is None and p.grad is not None}
@@ -169,4 +188,4 @@ def capture(interpreter: Interpreter) -> Captured:
     finally:
         for parameter, gradient in before.items():
             parameter.grad = gradient
-    return Captured(graph, own.inputs, loss, received, fresh)
+    return Captured(graph, places, own.inputs, loss, received, fresh)

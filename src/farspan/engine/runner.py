@@ -136,6 +136,8 @@ class Runner:
     ) -> PreparedProgram:
         """Return the program for batches of this shape, building it on first use. With `is_cut`,
         forward and backward run separately."""
+        if self.graphs is not None and (evaluation or is_cut or self.watch is not None):
+            self.graphs.drop()  # a program that runs without graphs needs their memory
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         # The last two affect the choice of kernels.
