@@ -5,7 +5,6 @@ from tests.mutants.faults import Fault
 CHOSEN = "tests/engine/test_kernels.py::"
 EACH_WAY = "test_each_direction_has_the_kernel_that_was_measured_for_it"
 FP8 = "tests/engine/test_float8.py::"
-GRAPHS = "tests/engine/test_graphs.py::"
 TAKEN = "tests/engine/test_calibrate.py::test_kernels_that_are_here_are_compared"
 
 KERNELS = (
@@ -56,23 +55,5 @@ KERNELS = (
         'return found if products is None else {**found, "products": products.value}',
         "return found",
         (f"{FP8}test_every_output_of_a_run_says_so",),
-    ),
-    Fault(
-        "graphs: a replay reads the inputs of the call before the last",
-        "place.copy_(getattr(interpreter.inputs, name))",
-        "place.clone()",
-        (f"{GRAPHS}test_a_step_is_replayed_to_the_same_bits[schedule0-dtype0]",),
-    ),
-    Fault(
-        "graphs: weights may move",
-        "[x.data_ptr() for x in fixed],",
-        "len(fixed),",
-        (f"{GRAPHS}test_what_happens_between_steps_is_taken_up[moved]",),
-    ),
-    Fault(
-        "graphs: gradients that are held are overwritten",
-        "if not found.is_held():",
-        "if found:",
-        (f"{GRAPHS}test_gradients_that_are_held_stay",),
     ),
 )

@@ -160,10 +160,9 @@ class GradientAccumulator:
             total = None if parameter in self._hooked else self._open.pop(parameter, None)
             if total is None:
                 continue
-            if parameter.grad is None:
-                parameter.grad = total.to(parameter.grad_dtype or total.dtype)
-            else:
-                parameter.grad.copy_(total.add_(parameter.grad))
+            if parameter.grad is not None:
+                total.add_(parameter.grad)
+            parameter.grad = total.to(parameter.grad_dtype or total.dtype)
 
     def finish(self) -> None:
         """Give each parameter with hooks its whole gradient, so that each hook is called once."""

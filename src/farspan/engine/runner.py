@@ -14,7 +14,6 @@ from farspan.attention.far import Seen
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.far import FarStep
 from farspan.engine.gradients import GradientAccumulator, call_accumulated, is_hooked, uncast
-from farspan.engine.graphs import StepGraphs, refuse_graphs
 from farspan.engine.heads import ValueHead
 from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLayers, TiledLayers
 from farspan.engine.loss import LossHead, StepInputs
@@ -105,7 +104,6 @@ class Runner:
     poison: bool
     smoothing: float = 0.0  # of labels
     watches: bool = True  # one cell of a step with `far` measures its coverage
-    graphs: StepGraphs | None = None  # None: steps run without CUDA graphs
     # Called when a program with a backward begins; returns a callback for each issued instruction.
     watch: Callable[[Program], Callable[[Instruction], None]] | None = None
     copies: CopyEngine = field(init=False)
@@ -136,8 +134,6 @@ class Runner:
     ) -> PreparedProgram:
         """Return the program for batches of this shape, building it on first use. With `is_cut`,
         forward and backward run separately."""
-        if self.graphs is not None and (evaluation or is_cut or self.watch is not None):
-            self.graphs.drop()  # a program that runs without graphs needs their memory
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         # The last two affect the choice of kernels.
@@ -160,8 +156,6 @@ class Runner:
     def release(self, model: PreparedModel) -> None:
         """Free the arenas' memory; the next step allocates it again."""
         self.memory.open_forward = None
-        if self.graphs is not None:
-            self.graphs.drop()
         for arena in self.memory.arenas.values():
             arena.release()
         if model.weights is not None:
@@ -173,14 +167,12 @@ class Runner:
         """Run a whole program and return the mean loss: the sum over tokens, divided by `count`."""
         gradients, program = accumulator(model), prepared.program
         routers = inputs.routers
-        if self.graphs is not None and program.trains():
-            refuse_graphs(model, program, inputs)
         with self.issuing(model, program, gradients, inputs):
             tokens = program.schedule.loss_chunk_size
             how = model.outer, model.fused, self.smoothing
             head = LossHead(model.stages, count, tokens, *how)
             interpreter = self.interpreter(model, prepared, inputs, head, gradients)
-            loss = self._computed(prepared, interpreter)
+            loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if model.sharded is not None:
                 model.sharded.ranks.among(*AXES).sum(loss)
             if routers is not None:
@@ -191,14 +183,6 @@ class Runner:
         if interpreter.attention.far is not None:
             self._seen = interpreter.attention.far.seen or self._seen
         return loss.to(accumulate_dtype(model.stages.dtype))
-
-    def _computed(self, prepared: PreparedProgram, interpreter: Interpreter) -> Tensor:
-        """Run a program, as a CUDA graph if possible, and return the loss of this rank."""
-        graphs = self.graphs if prepared.program.trains() and self.watch is None else None
-        loss = None if graphs is None else graphs.run(interpreter)
-        if loss is None:
-            loss = interpreter.run(prepared.orders if self.copies.overlap else None)
-        return loss
 
     @contextmanager
     def issuing(
