@@ -449,9 +449,6 @@ class MachineSpec:
         return self.unified and not self.processors
 
 
-KEPT_CALLS = 2**14  # tokens: 8 MiB of rotary tables in bf16 for heads of 128
-
-
 @dataclass(frozen=True, slots=True)
 class RunSpec:
     """The sizes of one step: batch and tokens."""
@@ -465,11 +462,6 @@ class RunSpec:
                 raise UnsupportedError(
                     f"{field}: expected a whole number of at least 1, got {value!r}"
                 )
-
-    def keeps_calls(self) -> bool:
-        """Return whether a step keeps what it calls layers with besides hidden states, such as
-        rotary tables, for all chunks. Else it keeps those of one chunk, and makes them again."""
-        return self.batch * self.tokens <= KEPT_CALLS
 
 
 MEAN, SUBMEANS, INDEX = "mean", "submeans", "index"
