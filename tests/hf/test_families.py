@@ -147,11 +147,11 @@ def test_a_family_that_nothing_knows_is_exact(name: str) -> None:
         assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "llama"])  # layers return tuples, and tensors
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "llama"])  # its layers return tuples; tensors
 def test_a_first_step_leaves_the_collector_no_tensors(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """A run collects rarely, so a cycle would hold tensors that no plan counts."""
+    """Runs collect garbage rarely, so a cycle would hold tensors that no plan counts."""
     step = Step(make_model(name), PLAIN)
     gc.collect()
     request.addfinalizer(lambda: gc.set_debug(0))

@@ -166,7 +166,7 @@ def test_states_go_on_from_a_chunk_and_not_from_a_document(name: str) -> None:
 
 @pytest.mark.skipif("recurrent_gemma" not in RECURRENT, reason="a newer family")
 def test_states_that_a_model_keeps_of_a_call_are_no_edit() -> None:
-    """RecurrentGemma's layers keep them. A step that found an edit in them would prepare the model
+    """RecurrentGemma's layers store them. A step that took them for an edit would prepare the model
     again or, on several ranks, refuse it."""
     model, data = make_model("recurrent_gemma"), draw(9)
     step, before = Step(model, Schedule(chunk=4)), look(model)

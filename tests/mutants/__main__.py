@@ -36,7 +36,10 @@ from tests.mutants.trust import TRUST
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("src/farspan", "packages/farspan-memory/src", "tests/oracles")
 FOLDERS = ("src", "packages", "tests", "benchmarks", "docs")
-FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", "constraints-oldest.txt")
+FILES = (
+    *("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile"),
+    *("constraints.txt", "constraints-oldest.txt"),
+)
 # Imported once, which takes 5 s: tests run in processes that are forked from this one.
 PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.tensor", "transformers")
 OPTIONS = (

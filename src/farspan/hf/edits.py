@@ -31,8 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NUMBERS = (bool, int, float, complex)
 AS_THEY_ARE = {str, bytes, type(None), torch.dtype, torch.Size, range}
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, partial)
-# Saving, loading and generating do not affect a step, nor does the origin of a configuration, nor
-# do the states that RecurrentGemma's layers keep of a call: pieces are given theirs.
+# Saving, loading and generating do not affect a step, nor does the origin of a configuration.
+# RecurrentGemma's layers store the last states of any forward; a step passes states itself.
 IGNORED = {
     *("conv1d_state", "recurrent_states"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),

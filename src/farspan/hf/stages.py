@@ -449,8 +449,8 @@ class CausalLMStages:
         makes no inputs of layers from its input embeddings."""
         tape, modules = _Tape(), self._settled
         recorders = nn.ModuleList([_Recorder(layer, tape) for layer in self.layers])
-        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait, and
-        # RecurrentGemma's would put states into the user's layers.
+        # The first, called by GPT-2, reads from the device and makes the CPU wait; the second,
+        # called by RecurrentGemma, stores states in the user's layers.
         omitted = "warn_if_padding_and_no_attention_mask", "_setup_cache"
         attributes: dict[str, Any] = dict.fromkeys(omitted, lambda *_: None)
         if blank:
@@ -467,7 +467,7 @@ class CausalLMStages:
             return run(True)
         try:
             return run(False)
-        except ValueError as alone:  # a name that outlived this would keep the frame's tensors
+        except ValueError as alone:  # a local copy would keep this frame's tensors in a cycle
             try:
                 found = run(True)
             except Exception:
