@@ -449,10 +449,10 @@ class CausalLMStages:
         makes no inputs of layers from its input embeddings."""
         tape, modules = _Tape(), self._settled
         recorders = nn.ModuleList([_Recorder(layer, tape) for layer in self.layers])
-        # The first, called by GPT-2, reads from the device and makes the CPU wait; the second,
-        # called by RecurrentGemma, stores states in the user's layers.
-        omitted = "warn_if_padding_and_no_attention_mask", "_setup_cache"
-        attributes: dict[str, Any] = dict.fromkeys(omitted, lambda *_: None)
+        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
+        attributes: dict[str, Any] = {"warn_if_padding_and_no_attention_mask": lambda *_: None}
+        if self.model.config.model_type == "recurrent_gemma":  # stores states in the user's layers
+            attributes["_setup_cache"] = lambda *_: None
         if blank:
             layout = self.carries[0].layout
             modules, attributes = modules | layout.blank_modules(), attributes | layout.blank()
