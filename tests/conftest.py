@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from farspan.hf.probe import Float64Mode
-from tests import durations
+from tests import described, durations
 from tests.durations import cpu_seconds, slowness
 
 # `make test-all` draws four times as many examples, and `pytest --hypothesis-profile=explore` new
@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # What is measured of this machine is kept for these tests alone.
     home = os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, home, ignore_errors=True)
+    described.share()
     durations.register(config)
 
 
@@ -99,6 +100,12 @@ def pytest_sessionfinish() -> None:
 def a_hub_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests have no network: the hub's part is played by what each of them puts in its place."""
     monkeypatch.setattr("farspan.profile.catalog._unreachable", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def described_once() -> Iterator[None]:
+    with described.remembered():
+        yield
 
 
 @pytest.fixture
