@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -48,7 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # What is measured of this machine is kept for these tests alone.
     home = os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    described.share()
+    if described.SHARED not in os.environ:  # in the process that starts the others
+        folder = tempfile.mkdtemp()
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+        described.share(Path(folder))
     durations.register(config)
 
 

@@ -6,10 +6,8 @@ ranks included, share what they have found in one folder, unless a function of t
 another process cannot name.
 """
 
-import atexit
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -75,11 +73,9 @@ def _described(
     return replace(_known[key], name=config.name_or_path or type(stages.model).__name__)
 
 
-def share() -> None:
-    """Make the folder that this process, and all that it starts, share until it ends."""
-    if SHARED not in os.environ:
-        os.environ[SHARED] = folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+def share(folder: Path) -> None:
+    """Have this process, and all that it starts, keep what they find in `folder`."""
+    os.environ[SHARED] = str(folder)
 
 
 def _publish(file: Path, contents: bytes) -> None:
