@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha1
 from operator import attrgetter
@@ -173,8 +173,8 @@ class _Key:
                 self._add_any(one)
         elif isinstance(value, dict):
             self._add_any([*value.items()])
-        elif is_dataclass(value):
-            self._add_any([type(value), vars(value)])
+        elif is_dataclass(value) and not isinstance(value, type):
+            self._add_any([type(value), *(getattr(value, one.name) for one in fields(value))])
         elif isinstance(value, PLAIN_VALUES):
             self._add_text(value)
         else:
