@@ -158,7 +158,7 @@ def as_alone() -> None:
         assert_exact(dealt(data.input_ids, data.labels).detach(), alone.loss)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(INSTALLED, reason="torchao's own products are no wider than float32")
 def test_two_ranks_compute_what_one_does() -> None:
     """With whole weights and with shards. Weights' gradients have scales over a rank's tokens, so

@@ -113,7 +113,7 @@ def test_a_run_that_is_too_large_for_the_device_is_the_resident_one(
     assert_same(outcome(Path(run.folder)), outcome(Path(plain.folder)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> None:
     """On a device that would hold them, too: it goes on to the same bits. Until its file says where
     they live."""
