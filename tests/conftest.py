@@ -1,6 +1,5 @@
 """What holds for every test: one thread, one seed, and no GPU test on a machine without one."""
 
-import atexit
 import gc
 import os
 import shutil
@@ -46,13 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
     on one thread."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What is measured of this machine is kept for these tests alone.
-    home = os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    vars(os)["fsync"] = lambda _: None  # files of tests need not outlive a loss of power
     if described.SHARED not in os.environ:  # in the process that starts the others
-        folder = tempfile.mkdtemp()
+        folder = Path(tempfile.mkdtemp())
         config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
-        described.share(Path(folder))
+        # What is measured of this machine is kept for this run alone.
+        for name, key in (("config", "XDG_CONFIG_HOME"), ("described", described.SHARED)):
+            (folder / name).mkdir()
+            os.environ[key] = str(folder / name)
     durations.register(config)
 
 

@@ -73,11 +73,6 @@ def _described(
     return replace(_known[key], name=config.name_or_path or type(stages.model).__name__)
 
 
-def share(folder: Path) -> None:
-    """Have this process, and all that it starts, keep what they find in `folder`."""
-    os.environ[SHARED] = str(folder)
-
-
 def _publish(file: Path, contents: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
         written.write(contents)
