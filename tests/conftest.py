@@ -78,7 +78,9 @@ def shuffle(items: list[pytest.Item], random: Random) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collection left stays: no collection of garbage looks at it again."""
+    """What imports and collection left stays: no collection of garbage looks at it again. Others
+    are rarer than Python has them, which takes 7% of the tests' time."""
+    gc.set_threshold(50_000, 20, 100)
     gc.collect()
     gc.freeze()
 

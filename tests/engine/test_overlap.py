@@ -122,6 +122,7 @@ def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.Mo
     assert_any_order(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES[name], LONGER)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("small_slabs")
 @pytest.mark.parametrize(
     "hazard",

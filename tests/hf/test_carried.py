@@ -22,7 +22,7 @@ from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine import test_dropout, test_ranks
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.engine.test_ranks import Case, outcomes_of
-from tests.grids import part_of
+from tests.grids import exhaustive, part_of
 from tests.hf.test_families import KEPT, PLAIN, STREAMED
 from tests.hf.test_fused import by_formulas  # noqa: F401 - a fixture
 from tests.hf.test_text import KINDS
@@ -110,7 +110,7 @@ def test_frozen_layers_pass_gradients_of_inputs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", [exhaustive(False), True])
 def test_noise_reaches_inputs_of_layers(*, trains: bool) -> None:
     """NEFTune's, of the embeddings that a projection makes them of, whenever they are made."""
     model, data = test_dropout.adapted("gemma4_e2b"), draw(45, batch=2)
