@@ -141,13 +141,14 @@ class _Key:
     def _add_function(self, function: Any) -> None:
         """Add a function by its name; one within another by its code and what it closes over."""
         module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-        if module in sys.modules and _at(sys.modules[module], name) is function:
+        code = getattr(function, "__code__", None)  # of a wrapper, which has another's name
+        own = code is None or code.co_qualname == name
+        if own and module in sys.modules and _at(sys.modules[module], name) is function:
             self._add_text("function", module, name)
-        elif not isinstance(function, FunctionType):
+        elif code is None:
             self._add_alone(function)
         elif self._number(function):
-            code = function.__code__
-            self._add_text("function", module, name, code.co_firstlineno, code.co_code)
+            self._add_text("function", code.co_filename, code.co_firstlineno, code.co_code)
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
             self._add_any([function.__defaults__, function.__kwdefaults__, cells])
 

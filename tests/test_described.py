@@ -1,6 +1,7 @@
 """Descriptions that tests share: an equal model has that of the first, and no other has."""
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,6 +58,14 @@ def test_functions_differ_by_what_they_close_over() -> None:
     scale_outputs(models[0], 2.0)
     scale_outputs(models[1], 3.0)
     assert computed(*models) == 2
+
+
+def test_a_wrapper_of_a_method_is_not_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert computed(tiny()) == 1
+    kind = type(tiny().model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", wraps(own)(lambda *given: 2 * own(*given)))
+    assert computed(tiny()) == 1
 
 
 def move_a_weight(model: Any) -> None:

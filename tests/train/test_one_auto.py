@@ -255,7 +255,7 @@ def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [exhaustive(Layout(data=2, fsdp=False)), Layout(shards=2)])
+@pytest.mark.parametrize("layout", [Layout(data=2, fsdp=False), exhaustive(Layout(shards=2))])
 @pytest.mark.usefixtures("briefly")
 def test_on_ranks_they_answer_alike(tmp_path: Path, layout: Layout) -> None:
     """Weights that each rank has whole may go to main memory; those that were cut stay."""
