@@ -37,8 +37,8 @@ from farspan.hf.unsupported import (
     refuse_untrained,
 )
 from farspan.kernels.launch import fused_for
-from farspan.program.layout import ALONE, streams
-from farspan.spec import Kernels, ModelSpec, Schedule, UnsupportedError
+from farspan.program.layout import ALONE, refuse_shared_states, streams
+from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 # Preparations kept for recent states of the same modules: one takes 0.3 s for 30 layers on a CPU,
 # and the memory of its programs' objects.
@@ -158,6 +158,7 @@ def prepare(
     spec = _fused_spec(stages, wanted, linears, sharded)
     streamed = None
     if on_host:
+        refuse_shared_states(spec, ALONE, Tier.HOST)
         kept = weights if weights is not None and weights.is_of(stages) else None
         streamed = kept or StreamedWeights(stages)
         spec = streamed.counted(spec)

@@ -467,7 +467,7 @@ class CausalLMStages:
             return run(True)
         try:
             return run(False)
-        except ValueError as alone:  # a local copy would keep this frame's tensors in a cycle
+        except (IndexError, ValueError) as alone:  # a local copy would keep tensors in a cycle
             try:
                 found = run(True)
             except Exception:
