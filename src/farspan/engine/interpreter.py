@@ -449,7 +449,6 @@ class Interpreter:
         if i.drops:
             return
         out = out[0] if isinstance(out, tuple) else out
-        self.stages.refuse_cast(layer, hidden, out)
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if graph_input is not None:
             if saved is not None:

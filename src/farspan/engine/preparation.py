@@ -25,6 +25,7 @@ from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.hf.describe import describe
 from farspan.hf.edits import Look, first_edit, has_same_parts, look
 from farspan.hf.fused_layers import fuse, fuse_layers, spared_layers
+from farspan.hf.probe import ask_layers
 from farspan.hf.routers import Routers, routers_of
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
@@ -386,6 +387,7 @@ class Preparations:
         if self.autocast is not None:
             _refuse_autocast(self.now)
             self.now.stages.autocast = self.autocast
+            ask_layers(self.now.stages)
         if self.now.weights is not None:  # their model's device is another from now on
             self.device = self.now.stages.device
         self._kept.append(self.now)

@@ -215,8 +215,21 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
     """Run one layer, and return its attention and the number of its attention calls."""
     dense = ProbeAttention(layer=index)
     hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
-    with answering(dense, dense.choose):
-        stages.run_layer(index, hidden, call)
+    layer, advice = type(stages.layers[index]).__name__, "load the model in bfloat16"
+    try:
+        with answering(dense, dense.choose), stages.computing():
+            out = stages.run_layer(index, hidden, call)
+    except RuntimeError as error:
+        if stages.autocast is None:
+            raise
+        raise UnsupportedError(
+            f"autocast: {layer} itself fails under it ({error}); {advice}"
+        ) from error
+    if stages.autocast is not None and out.dtype != hidden.dtype:
+        raise UnsupportedError(
+            f"autocast: {layer} returns {out.dtype} under it and not {hidden.dtype}, which layers "
+            f"of a step pass on; {advice}"
+        )
     spec = _with_states(stages, hidden, index, call, dense.seen.get(index, UNATTENDING))
     _refuse_hidden_state(stages, index, spec)
     return spec, dense.calls
