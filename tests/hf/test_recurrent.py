@@ -212,7 +212,7 @@ class TestRefused:
             refuse_shared_states(spec, Layout(pipeline=2))
 
     def test_shared_weights_in_main_memory_are_refused_alike_by_plan_and_step(self) -> None:
-        model, sentence = make_model("zamba2"), "^weights: layers share weights with one another"
+        model, sentence = make_model("zamba2"), "^weights: layers that share weights cannot"
         with pytest.raises(UnsupportedError, match=sentence) as told:
             Step(model, Schedule(weights=Tier.HOST))
         with pytest.raises(UnsupportedError, match=f"^{re.escape(str(told.value))}$"):

@@ -215,20 +215,17 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
     """Run one layer, and return its attention and the number of its attention calls."""
     dense = ProbeAttention(layer=index)
     hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
-    layer, advice = type(stages.layers[index]).__name__, "load the model in bfloat16"
     try:
         with answering(dense, dense.choose), stages.computing():
-            out = stages.run_layer(index, hidden, call)
-    except RuntimeError as error:
+            found: object = stages.run_layer(index, hidden, call).dtype
+    except RuntimeError as error:  # of autocast, in plain training, too
         if stages.autocast is None:
             raise
+        found = error
+    if stages.autocast is not None and found != hidden.dtype:
         raise UnsupportedError(
-            f"autocast: {layer} itself fails under it ({error}); {advice}"
-        ) from error
-    if stages.autocast is not None and out.dtype != hidden.dtype:
-        raise UnsupportedError(
-            f"autocast: {layer} returns {out.dtype} under it and not {hidden.dtype}, which layers "
-            f"of a step pass on; {advice}"
+            f"autocast: expected {hidden.dtype} from {type(stages.layers[index]).__name__} itself "
+            f"under it, got {found}; load the model in bfloat16"
         )
     spec = _with_states(stages, hidden, index, call, dense.seen.get(index, UNATTENDING))
     _refuse_hidden_state(stages, index, spec)

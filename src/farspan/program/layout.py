@@ -286,8 +286,7 @@ def refuse_shared_states(model: ModelSpec, layout: Layout, weights: Tier = Tier.
         )
     if model.shares and weights is Tier.HOST:
         raise UnsupportedError(
-            "weights: layers share weights with one another, and host moves layers one by one; "
-            "set weights: device"
+            "weights: layers that share weights cannot move to host one by one; set weights: device"
         )
     if (model.carried or model.embeds) and layout.tensor > 1:
         raise UnsupportedError(
