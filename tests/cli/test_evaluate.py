@@ -152,6 +152,7 @@ ADAPTED = "ulysses: 2", "data: 2, fsdp: false"
 WHOLE = "shards: 2, fsdp: false", "data: 2", "pipeline: 2", "tensor: 2", "ring: 2"
 
 
+@pytest.mark.slow
 def test_ranks_print_what_one_prints(folder: Path) -> None:
     """A run by its own layout, another model by heads; rank 0 prints."""
     config = WIDE | {"max_position_embeddings": 256}

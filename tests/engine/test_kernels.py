@@ -150,6 +150,7 @@ class Watched:
         return self.inner.backward(*given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "of"), crossed(["qwen2", "stablelm", "gpt_oss"], ["grouped", "memo", "fpdt"])
 )

@@ -41,6 +41,7 @@ def measure(step: Step, batch: int, tokens: int) -> int:
     return meter.peak
 
 
+@pytest.mark.slow
 def test_maps_of_an_index_are_there_once_and_counted() -> None:
     """Where cells compute: the first step brings them there, and none after it."""
     model = make_model("qwen2", torch.bfloat16, max_position_embeddings=4096)

@@ -161,6 +161,7 @@ def test_weights_are_where_the_model_was_sharded() -> None:
 LAYOUTS = [Layout(ulysses=2, **WHOLE), Layout(pipeline=3, **WHOLE), Layout(data=2, **WHOLE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), crossed(SCHEDULES, LAYOUTS), ids=str)
 def test_programs_are_whole_and_nothing_races(layout: Layout, name: str) -> None:
     schedule = streamed(replace(SCHEDULES[name], groups=1))

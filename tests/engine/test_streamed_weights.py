@@ -113,6 +113,7 @@ def adapted_widely(model: Any) -> None:
     widened("lora_")(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -193,6 +194,7 @@ def given_other_data(model: Any) -> None:
         parameter.data = parameter.data.clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [moved_by_another_step, loaded, given_other_data])
 def test_weights_that_lie_elsewhere_are_read_there(change: Callable[[Any], None]) -> None:
     """A step reads what the model has now, not what it had when the step was made."""
@@ -389,6 +391,7 @@ def test_programs_are_whole_and_nothing_races(name: str) -> None:
         check_order(program, waits(program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", part_of(SCHEDULES, "streamed, alpha", "open"))
 def test_the_same_bits_in_any_order_of_lanes(name: str) -> None:
     """Of a step whose gradients are the first, and of one that adds to others."""

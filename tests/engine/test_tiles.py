@@ -34,6 +34,7 @@ APART = "opt"  # its feed-forward is no module of its own
 FAMILIES_OF_TILES = [name for name in FAMILIES if name != APART]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", part_of(FAMILIES_OF_TILES, *FAMILIES_OF_TILES[::8]))
 @pytest.mark.usefixtures("float64_throughout")
 def test_every_family_is_exact(name: str) -> None:
@@ -85,6 +86,7 @@ PASSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tile"), crossed(PASSES, [5, None]))
 def test_feed_forwards_run_as_often_as_planned(name: str, tile: int | None) -> None:
     model = make_model("qwen2")

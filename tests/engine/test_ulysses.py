@@ -33,6 +33,7 @@ def every_number_of_pieces(kv_heads: int) -> None:
         assert_close(run_step(model, step, data), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", part_of([8, 2], 2))
 def test_any_number_of_pieces_is_exact(kv_heads: int) -> None:
     """Of whole K, V heads, some more than others, and of query heads of one."""

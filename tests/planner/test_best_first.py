@@ -133,6 +133,7 @@ def footprint(plan: Plan) -> tuple[int, int]:
     return plan.host.total, plan.device.total
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     models(),

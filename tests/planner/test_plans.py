@@ -74,6 +74,7 @@ def test_what_the_search_knows_holds_for_a_strategy_that_is_preferred(
     assert best.gap == pytest.approx(1.003 * 1.001 - 1, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", part_of(["Llama-3.2-1B", "Qwen3-0.6B"], "Qwen3-0.6B"))
 def test_a_short_step_is_no_slower_than_those_beside_it(model: str) -> None:
     """Launches count there, of which an outline of fewer layers tells too few."""
@@ -92,6 +93,7 @@ def test_a_short_step_takes_one_chunk_and_computes_nothing_again(tokens: int) ->
     assert all(i.graph and i.mode is AttentionMode.COMPUTE for i in forwards)
 
 
+@pytest.mark.slow
 def test_main_memory_is_not_taken_for_nothing() -> None:
     """Adapters leave the device's memory to what is kept, and as fast as the fastest plan is one
     that takes little of the host."""
@@ -105,6 +107,7 @@ def test_main_memory_is_not_taken_for_nothing() -> None:
     assert "the fastest plan takes 24.4 GiB more main memory to save at most 0.2% of" in best.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fpdt", "grouped"])
 def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
     asked = question(1, host=2 * GIB)

@@ -161,6 +161,7 @@ def test_gradients_of_an_earlier_batch_are_predicted(name: str, dtype: torch.dty
 KINDS = (torch.float32, "grouped"), (torch.bfloat16, "oomb"), (WIDE, "memo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), crossed(OTHERS, KINDS), ids=str)
 def test_every_family_is_predicted(family: str, kind: tuple[torch.dtype | str, str]) -> None:
     dtype, name = kind
@@ -258,6 +259,7 @@ def last_is_short(schedule: Schedule) -> int:
     return 70 if schedule.chunk == 20 else 250
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tied"), crossed(SCHEDULES, [True, False]))
 def test_products_that_add_are_predicted(
     name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
