@@ -104,7 +104,7 @@ FIELD = (
         "trainers: first labels of GPT-2 are left out",
         "found += 0 if shifts else",
         "found += 0 if True else",
-        (TRAINERS + "test_a_loss_is_divided_by_the_labels_that_transformers_counts",),
+        ("tests/posttrain/test_hugging_face.py::test_a_loss_is_divided_by_transformers_count",),
     ),
     Fault(
         "kto: an answer is paired with its own prompt",
