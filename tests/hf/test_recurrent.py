@@ -50,7 +50,7 @@ def assert_exact(name: str, schedule: Schedule, data: list[Data]) -> None:
             assert_close(run_step(model, step, batch), run_oracle(model, batch))
 
 
-PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)[::5])]
+PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)[::8])]
 
 
 @pytest.mark.parametrize(("name", "kind"), part_of(product(RECURRENT, SCHEDULES), *PAIRS))
