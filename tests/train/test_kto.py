@@ -219,7 +219,8 @@ def test_no_answer_is_paired_with_its_own_prompt(tmp_path: Path) -> None:
     run = replace(run, data=replace(run.data, held_out=0.0))
     corpus = corpus_of(run)
     assert corpus.sequences_per_epoch() == 3
-    batches = Batches(SimpleNamespace(run=run, corpus=corpus, world=ALONE))  # type: ignore[arg-type]
+    given: Any = SimpleNamespace(run=run, corpus=corpus, world=ALONE)
+    batches = Batches(given)
     repeated = 0
     for number in range(300):
         rows = corpus.train.batch([2 * number, 2 * number + 1]).answers
