@@ -57,6 +57,7 @@ from farspan.spec import LayerSpec, Tier, UnsupportedError
 
 Rows = dict[str, Tensor]
 
+CALLS_KEPT = 256  # 20 KB of objects each at a million tokens
 QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to another rank's keys
 
 
@@ -236,7 +237,9 @@ class ChunkAttention:
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
         """Return the chunk's whole dK, dV: `dk`, `dv` plus the sums from later chunks' queries."""
         assert self.own_dkv is not None
-        later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
+        later = [self.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v")]
+        if heads != slice(None):
+            later = [rest[:, heads] for rest in later]
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
@@ -354,8 +357,8 @@ def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
 
 @dataclass(slots=True)
 class AttentionContext:
-    """Keys, ranks, kernels and buffers for all attention calls in one run of a program. The blocks
-    of keys that the latest chunk's calls read are cached."""
+    """Keys, ranks, kernels and buffers for all attention calls in one run of a program. The latest
+    chunks' calls, and the blocks of keys that these read, are kept for their other layers."""
 
     program: Program
     inputs: StepInputs
@@ -365,8 +368,8 @@ class AttentionContext:
     slots: StagingBuffers
     kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
     far: FarRun[KVPrefix] | None = None  # None: queries see every key
-    chunk: int = -1
-    blocks: dict[tuple[int | None, bool, int, int], tuple[Block, ...]] = field(default_factory=dict)
+    calls: dict[tuple[int, LayerSpec, float], AttentionCall] = field(default_factory=dict)
+    blocks: dict[tuple[int | None, ...], tuple[Block, ...]] = field(default_factory=dict)
     shares: bool = field(init=False)  # other ranks have tokens of the same sequence
 
     def __post_init__(self) -> None:
@@ -436,9 +439,14 @@ class AttentionContext:
     def call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
         """Return the settings of a cell's attention on this rank: blocks, kernel and scale."""
         spec = self.program.model.layers[layer]
+        found = self.calls.get((chunk, spec, scale))
+        if found is not None:
+            return found
         if spec not in self.kernel_of:
             self.kernel_of[spec] = self.kernels.of(spec, self.program)
-        return AttentionCall(
+        if len(self.calls) == CALLS_KEPT:
+            self.calls.clear()
+        found = self.calls[chunk, spec, scale] = AttentionCall(
             scale,
             spec.softcap,
             self.blocks_of(layer, chunk, self._ring_index()),
@@ -447,6 +455,7 @@ class AttentionContext:
             self._own_row(chunk),
             self.kernels.fused,
         )
+        return found
 
     def queries(self, chunk: int) -> Range:
         """Return the token range of the chunk's queries that attend to keys on this rank."""
@@ -457,11 +466,11 @@ class AttentionContext:
         """Return the blocks of attention to the keys of rank `ring`, for ring attention."""
         program = self.program
         spec = program.model.layers[layer]
-        if chunk != self.chunk:
-            self.chunk, self.blocks = chunk, {}
         most = most_of(spec, program.run)
-        key = spec.window, spec.chunked, most, ring
+        key = chunk, spec.window, spec.chunked, most, ring
         if key not in self.blocks:
+            if len(self.blocks) == CALLS_KEPT:
+                self.blocks.clear()
             queries, runs, held = self.queries(chunk), self.runs(chunk), self._held(ring)
             block, batch = program.schedule.kv_block, program.run.batch
             blocks = layer_blocks(spec, queries, block, batch, runs, held)

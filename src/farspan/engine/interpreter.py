@@ -154,7 +154,7 @@ class Registers:
     trained: dict[int, list[nn.Parameter]] = field(default_factory=dict)  # by layer
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # O and LSE by layer
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by layer and chunk
-    calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
+    calls: dict[int, list[LayerCall]] = field(default_factory=dict)  # by chunk and layer
     loss: Tensor | None = None
     values: Tensor | None = None  # output of a value head, [B, T, k]
     given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
@@ -319,13 +319,14 @@ class Interpreter:
         return span
 
     def _embed(self, chunk: int) -> Tensor:
-        span = self._stand_at(chunk)
+        span, inputs = self._stand_at(chunk), self.inputs
+        tokens = inputs.input_ids[:, span], inputs.position_ids[:, span]
         with torch.no_grad():
-            hidden, calls = self.stages.embed(
-                self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
-            )
+            if chunk in self.registers.calls:
+                return self.stages.embedded(*tokens)
+            hidden, calls = self.stages.embed(*tokens)
         if self.program.share.rank.layout.tensor == 1:
-            self.registers.calls = chunk, calls
+            self._keep_calls(chunk, calls)
         return hidden
 
     def _embed_backward(self, chunk: int) -> None:
@@ -592,12 +593,18 @@ class Interpreter:
         return named
 
     def _call(self, layer: int, chunk: int) -> LayerCall:
-        now = self.registers
-        if now.calls[0] != chunk:
+        known = self.registers.calls
+        if chunk not in known:
             with torch.no_grad():
                 ids, positions = self.inputs.input_ids, self._positions(chunk)
-                now.calls = chunk, self.stages.calls_for(ids[:, self._span(chunk)], positions)
-        return now.calls[1][layer]
+                self._keep_calls(chunk, self.stages.calls_for(ids[:, self._span(chunk)], positions))
+        return known[chunk][layer]
+
+    def _keep_calls(self, chunk: int, calls: list[LayerCall]) -> None:
+        known = self.registers.calls
+        if not self.program.run.keeps_calls():
+            known.clear()
+        known[chunk] = calls
 
     def _positions(self, chunk: int) -> Tensor:
         """Return position ids for a layer's call: those of this tensor-parallel group's tokens."""

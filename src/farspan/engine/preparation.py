@@ -22,11 +22,12 @@ from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import AttentionKernels, attention_kernels
 from farspan.engine.parallelize import UNREAD, ShardedModel, described, inside, parallelize
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
+from farspan.hf.compiled import compile_layers
 from farspan.hf.describe import describe
 from farspan.hf.edits import Look, first_edit, has_same_parts, look
 from farspan.hf.fused_layers import fuse, fuse_layers, spared_layers
 from farspan.hf.routers import Routers, routers_of
-from farspan.hf.stages import CausalLMStages, compile_layers
+from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import (
     context_limit,
@@ -150,7 +151,7 @@ def prepare(
     _refuse(stages, sharded)
     routers = routers_of(stages.model)
     if wanted.compile:
-        compile_layers(stages)
+        compile_layers(stages.layers)
     at, dtype = stages.device, stages.dtype
     fused = wanted.fused and fused_for(at, dtype)
     kernels = attention_kernels(wanted, at, dtype, fused=fused)
