@@ -332,13 +332,12 @@ def reach_table(cluster: Record) -> str:
 
 def mfu_table(cluster: Record) -> str:
     """MFU at 4M tokens, with N where the network takes over a tenth of the step."""
-    return _systems(cluster, lambda row: _mfu(row["at"][str(4 * MEGA)]))
 
+    def show(row: Record) -> str:
+        found = row["at"][str(4 * MEGA)]
+        return f"{100 * found['mfu']:.0f}%" + " N" * (found["network"] > 0.1) if found else "-"
 
-def _mfu(cell: Record | None) -> str:
-    if cell is None:
-        return "-"
-    return f"{100 * cell['mfu']:.0f}%" + (" N" if cell["network"] > 0.1 else "")
+    return _systems(cluster, show)
 
 
 def _systems(cluster: Record, show: Any) -> str:

@@ -30,6 +30,18 @@ KEPT = (
         (f"{ARENA}test_views_beyond_those_kept_are_as_right",),
     ),
     Fault(
+        "stages: what is written into embeddings is not seen",
+        "return self.hidden is out and out._version == version",
+        "return self.hidden is out",
+        ("tests/hf/test_lookup.py::test_what_a_decoder_writes_into_its_embeddings_is_seen",),
+    ),
+    Fault(
+        "stages: all first layers are given what the table holds",
+        "self._once(LOOKUP, record.is_lookup)",
+        "self._once(LOOKUP, lambda: True)",
+        ("tests/hf/test_lookup.py::test_a_family_embeds_to_the_same_bits",),
+    ),
+    Fault(
         "stages: shells of one step stay for the next",
         "before, self._kept = self._kept, {}",
         "before = self._kept = self._kept or {}",

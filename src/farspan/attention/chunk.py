@@ -67,7 +67,9 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
-        object.__setattr__(self, "own", _own_blocks(self))
+        own = (block for block in self.blocks if block.k_start >= self.own_start)
+        split = tuple(tile for block in own for tile in self.kernel.split(block))
+        object.__setattr__(self, "own", split)
         object.__setattr__(self, "visits", tuple(_visits(self)))
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
@@ -366,11 +368,6 @@ def _part(x: Tensor, block: Block, start: int, stop: int) -> Tensor:
     if start == block.row_start == 0 and block.row_stop is None and stop == x.shape[2]:
         return x  # a slice takes 3 microseconds
     return x[block.rows, :, start:stop]
-
-
-def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
-    blocks = (block for block in call.blocks if block.k_start >= call.own_start)
-    return tuple(tile for block in blocks for tile in call.kernel.split(block))
 
 
 def _visits(call: AttentionCall) -> Iterator[_Visit]:

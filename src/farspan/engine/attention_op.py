@@ -150,10 +150,6 @@ class ChunkAttention:
             return None
         return indices if self.exchange is None else self.exchange.of_all_tokens(indices)
 
-    def is_dense(self) -> bool:
-        """Return whether this rank has all keys, and attention is not sparse."""
-        return self.spread is None and self.far is None
-
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,7 +284,7 @@ class _Attend(torch.autograd.Function):
                 out, lse = cell.held
             elif cell.mode is AttentionMode.GIVEN:
                 out, lse = cell.given()
-            elif cell.is_dense():
+            elif cell.spread is None and cell.far is None:  # all keys are here, and all are read
                 out, lse = cell.keep(*attend(call, q, k, v, cell.key_values, own_sinks))
             else:
                 out, lse = cell.keep(*cell.attend(call, (q, k, v), cell.key_values, own_sinks))

@@ -137,10 +137,6 @@ class TiledLayers(Layers):
         return self.shells[key]
 
 
-def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Leave a custom head's sums as they are: its caller adds them over ranks."""
-
-
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.
 Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
@@ -158,7 +154,8 @@ class Registers:
     loss: Tensor | None = None
     values: Tensor | None = None  # output of a value head, [B, T, k]
     given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
-    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_keep_sums))
+    # Sums of a custom head, which are not reduced here: its caller adds them over ranks.
+    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(lambda *_: None))
     place: int = 0  # index of the next instruction
     order: StreamOrder | None = None  # the waits between lanes, if copies overlap
 
@@ -291,7 +288,10 @@ class Interpreter:
             case Release(group, outer) if self.sharded_model is not None:
                 self.sharded_model.release(self.program, group, outer=outer)
             case Receive(layer, chunk, gradient) if self.pipeline is not None:
-                rows = self.pipeline.receive(self._passing(chunk), up=not gradient)
+                span, run = self._span(chunk), self.program.run
+                shape = run.batch, span.stop - span.start, self.program.model.passed()
+                rows = torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
+                rows = self.pipeline.receive(rows, up=not gradient)
                 (now.gradient if gradient else now.hidden)[layer] = rows
             case Send(layer, _, gradient) if self.pipeline is not None:
                 rows = (now.gradient if gradient else now.hidden).pop(layer)
@@ -334,11 +334,9 @@ class Interpreter:
         parameters = self.head.parameters
         if not parameters:
             return
-        span = self._stand_at(chunk)
+        span, inputs = self._stand_at(chunk), self.inputs
         with torch.enable_grad():
-            hidden = self.stages.embedded(
-                self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
-            )
+            hidden = self.stages.embedded(inputs.input_ids[:, span], inputs.position_ids[:, span])
         if hidden.requires_grad:  # PEFT may require it for no parameter
             found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
             self.gradients.add(parameters, found)
@@ -401,12 +399,6 @@ class Interpreter:
             self.gradients.close(self.stages.layers[layer].parameters())
         if outer:
             self.gradients.close(self.head.parameters)
-
-    def _passing(self, chunk: int) -> Tensor:
-        """Allocate a tensor to receive hidden states, or gradients, of a chunk: [B, C, hidden]."""
-        span, run = self._span(chunk), self.program.run
-        shape = run.batch, span.stop - span.start, self.program.model.passed()
-        return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
         """Return the hidden states of a chunk in a buffer or slot, [B, C, hidden]."""

@@ -163,6 +163,8 @@ def prepare(
         streamed = kept or StreamedWeights(stages)
         spec = streamed.counted(spec)
     kernels.refuse(spec)
+    # Skipping a product gives gradients in the model's dtype, so those in FP8 are never skipped.
+    may_spare = fused and sharded is None and wanted.products is None
     if schedule is not None:
         schedule.group_sizes(len(spec.layers))
     return PreparedModel(
@@ -176,10 +178,10 @@ def prepare(
         nullcontext if kernels.is_ready() else kernels.ready,
         fused,
         linears,
-        spared_layers(stages) if _may_spare(wanted, sharded, fused=fused) else frozenset(),
+        spared_layers(stages) if may_spare else frozenset(),
         _tiles(stages, schedule, sharded),
         _outer(stages, sharded, streamed),
-        _drops(stages.model),
+        any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in stages.model.modules()),
         routers,
         context_limit(stages.model),
         _look_at(model, stages, sharded),
@@ -204,12 +206,6 @@ def _fused_spec(
         in_float8 = float8_linears(at.type).forward_of
         fuse_layers(stages, wanted, at, in_float8, linears=linears)
     return spec
-
-
-def _may_spare(wanted: Kernels, sharded: ShardedModel | None, *, fused: bool) -> bool:
-    """Return whether layers may skip an MLP's last product while nothing reads their output. The
-    gradient of that form is computed in the model's dtype, so FP8 products are never skipped."""
-    return fused and sharded is None and wanted.products is None
 
 
 def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:
@@ -267,11 +263,6 @@ def _refuse_autocast(model: PreparedModel) -> None:
         reason = "is not supported with weights in main memory; leave schedule.weights out"
     if reason:
         raise UnsupportedError(f"autocast: it {reason}")
-
-
-def _drops(model: nn.Module) -> bool:
-    dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
-    return any(m.p > 0 and m.training for m in dropouts)
 
 
 def _tiles(

@@ -176,11 +176,7 @@ def norm_forward(module: nn.Module, remakes: bool = True) -> Forward | None:
 def _normed(norm: Norm, remakes: bool, shell: nn.Module, x: Tensor) -> Tensor:
     weight = cast(Tensor, shell.weight)
     out = normed(x, weight, norm)
-    return remade(out, partial(_normed_again, norm), x, weight) if remakes else out
-
-
-def _normed_again(norm: Norm, x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, norm)[0]
+    return remade(out, lambda x, w: rms_norm(x, w, norm)[0], x, weight) if remakes else out
 
 
 def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
@@ -237,13 +233,10 @@ def _gate_of(module: nn.Module) -> _Gate | None:
 def _act_of(module: nn.Module) -> Act | None:
     x = _random(TOKENS, INNER, seed=3)
     for act in Act:
-        if _passes(partial(_same, module, partial(_activated, act), x)):
+        formula = partial(lambda act, x: reference.gated(x, torch.ones_like(x), act), act)
+        if _passes(partial(_same, module, formula, x)):
             return act
     return None
-
-
-def _activated(act: Act, x: Tensor) -> Tensor:
-    return reference.gated(x, torch.ones_like(x), act)
 
 
 def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:

@@ -91,11 +91,6 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
-def _is_object(call: LayerCall, name: str) -> bool:
-    """Return whether a keyword's value is an object: neither None nor a tensor nor a number."""
-    return not isinstance(call.keywords.get(name), Tensor | bool | int | float | None)
-
-
 @dataclass(slots=True)
 class _Record:
     """Calls of layers, as stand-ins record them during one forward of the model."""
@@ -339,11 +334,6 @@ class CausalLMStages:
         return self.carries[0].layout.width if self.carries else self.hidden
 
     @property
-    def asks_tokens(self) -> bool:
-        """True if calls of layers differ between tokens at the same positions."""
-        return bool(self.carries) and self.carries[0].layout.again > 0
-
-    @property
     def shares_weights(self) -> bool:
         """True if layers share weights with one another, as Zamba's share an attention block."""
         each = sum(len(list(layer.parameters())) for layer in self.layers)
@@ -399,7 +389,7 @@ class CausalLMStages:
 
     def calls_for(self, input_ids: Tensor, position_ids: Tensor) -> list[LayerCall]:
         """Return each layer's arguments for these tokens."""
-        if self.asks_tokens:
+        if self.carries and self.carries[0].layout.again > 0:  # calls depend on tokens, too
             return self.embed(input_ids, position_ids)[1]
         return self.calls(len(input_ids), position_ids)
 
@@ -444,8 +434,13 @@ class CausalLMStages:
             cached = self._recorded(self._in_tuples, inputs, len(calls), use_cache=True).calls
         except Exception:  # it can make none; its layers are then seen to pass no state on
             return [frozenset()] * len(calls)
+        plain = Tensor | bool | int | float | None
         return [
-            frozenset(n for n, x in call.keywords.items() if x is None and _is_object(given, n))
+            frozenset(
+                name
+                for name, value in given.keywords.items()
+                if not isinstance(value, plain) and call.keywords.get(name, value) is None
+            )
             for call, given in zip(calls, cached, strict=True)
         ]
 

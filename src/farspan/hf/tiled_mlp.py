@@ -293,7 +293,7 @@ class _Probe:
                 outputs = len(child.out) if isinstance(child.out, tuple) else None
                 alike = _first_of(child.out).shape == child.arguments[0].shape
                 alike = alike and _first_of(child.out).dtype is child.arguments[0].dtype
-                shell = _blanked(wide, name, outputs)
+                shell = shell_of(wide, {name: _BlankOut(wide.get_submodule(name), outputs)})
                 needed = not alike or not self._same(self._gradients(wide, shell), plain)
                 children.append(Tokenwise(name, outputs, needed))
             total: dict[nn.Parameter, Tensor] = {}
@@ -408,10 +408,6 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
     if not all(distance(x, whole) <= limit for x in (torch.cat(pieces, 1), turned)):
         return "it mixes tokens"
     return None
-
-
-def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
-    return shell_of(layer, {name: _BlankOut(layer.get_submodule(name), outputs)})
 
 
 class _BlankOut(StandIn):
