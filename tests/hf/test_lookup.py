@@ -1,4 +1,4 @@
-"""Embedding chunks again: by the table alone where that is the first layer's input."""
+"""Embedding chunks for their backward: by the table alone where that is a layer's input."""
 
 from typing import Any
 
@@ -17,8 +17,9 @@ POSITIONS = torch.arange(IDS.shape[1])[None]
 
 def twice(stages: CausalLMStages) -> tuple[Tensor, Tensor]:
     """The first layer's input, with the layers' calls and then alone."""
-    with torch.no_grad(), stages.kept_shells():
-        hidden, _ = stages.embed(IDS, POSITIONS)
+    with stages.kept_shells():
+        with torch.no_grad():
+            hidden, _ = stages.embed(IDS, POSITIONS)
         return hidden, stages.embedded(IDS, POSITIONS)
 
 

@@ -221,12 +221,16 @@ class Interpreter:
             if order is not None:
                 order.before(index)
             match instruction:
+                case Forward():
+                    self._forward(instruction)
+                case Backward():
+                    self._backward(instruction)
+                case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                    self.storage.copy_chunk(source, target, chunk)
                 case Allocate() | Free():
                     pass  # addresses are planned: nothing to do at run time
                 case Clear(buffer):
                     self.storage.clear(buffer)
-                case Fetch(source, target, chunk) | Evict(source, target, chunk):
-                    self.storage.copy_chunk(source, target, chunk)
                 case Embed(chunk):
                     now.hidden[0] = self._embed(chunk)
                 case Load(layer, chunk, buffer):
@@ -237,12 +241,8 @@ class Interpreter:
                     now.gradient[layer] = self._load(buffer, chunk)
                 case StoreGradient(layer, chunk, buffer):
                     self._store(buffer, chunk, now.gradient.pop(layer))
-                case Forward():
-                    self._forward(instruction)
                 case Head(chunk, gradient):
                     self._head(chunk, gradient)
-                case Backward():
-                    self._backward(instruction)
                 case EmbedBackward(chunk):
                     self._embed_backward(chunk)
                 case Close(group):

@@ -275,15 +275,10 @@ def _gated(of: _Gate, linears: Linears, shell: nn.Module, x: Tensor) -> Any:
 # -- rotary embeddings ---------------------------------------------------------------------------
 
 
-def rotation_forward(module: nn.Module) -> Forward | None:
-    """Return an attention module's forward with farspan's rotary embedding for
-    `apply_rotary_pos_emb` of the model's file; None if that function does not rotate as usual."""
-    return _rotating(type(module).forward)
-
-
 def _rotating(forward: Any) -> Forward | None:
-    """Return a copy of attention's forward that calls farspan's rotary embedding, also inside the
-    decorators of transformers since 5.24; None if the forward does not rotate as usual."""
+    """Return a copy of attention's forward that calls farspan's rotary embedding instead of
+    `apply_rotary_pos_emb` of the model's file, also inside the decorators of transformers since
+    5.24; None if the forward does not rotate as usual."""
     if not isinstance(forward, FunctionType):
         return None
     names, cells = forward.__globals__, forward.__closure__ or ()
@@ -390,8 +385,11 @@ def rules(
     `remakes`, such that kept cells store neither norms' outputs nor act(gate) * up."""
     found: tuple[Rule, ...] = ()
     if fused:
-        norms = partial(norm_forward, remakes=remakes)
-        found = norms, partial(gate_forward, linears=linears), rotation_forward
+        norms, gates = (
+            partial(norm_forward, remakes=remakes),
+            partial(gate_forward, linears=linears),
+        )
+        found = norms, gates, lambda module: _rotating(type(module).forward)
     return (*found, norm_again, gate_again) if remakes else found
 
 
