@@ -25,7 +25,7 @@ from farspan.engine.microbench import describe_machine
 
 SHAPES = (2, 64), (4, 64), (8, 64)  # layers, chunks
 CHUNK, WIDTH = 4, 16
-STEPS, TURNS = 8, 3  # steps of a process, of which the first takes memory from the system
+STEPS, TURNS = 8, 5  # steps of a process, of which the first takes memory from the system
 
 
 def microseconds(layers: int, chunks: int) -> float:

@@ -54,6 +54,19 @@ def test_log_probabilities_cost_what_the_page_says() -> None:
     assert f"took {ratio:.2f} times the processor seconds of one pass, and {memory:.3f}" in page
 
 
+def test_cells_take_what_their_page_says() -> None:
+    record = load("cells")
+    rows = record["cpu_microseconds_a_cell"].values()
+    before, now = ("; ".join(f"{row[when]:,.0f}" for row in rows) for when in ("before", "now"))
+    assert all(row["now"] < row["before"] for row in rows)
+    row = (
+        "| CPU microseconds of a cell (forward, forward again, backward) of models 16 wide with 2; "
+        f"4; 8 layers, in chunks of 4 tokens: at commit {record['before']}; now | {before}; {now} "
+        "| `cells.json` |"
+    )
+    assert row in checkpoints.PAGE.read_text(encoding="utf-8").splitlines()
+
+
 def test_kills_are_as_many_as_their_page_says() -> None:
     record = load("kills")
     found = Counter[str]()

@@ -390,7 +390,12 @@ class AttentionContext:
         if self.program.model.layers[i.layer].indexer is not None:
             cell.index = self._index(i.layer, i.chunk)
         if self.shares:
-            self._share_cell(i, cell)
+            program, rank = self.program, self.program.share.rank
+            cell.exchange = self._exchange(rank, i.chunk)
+            cell.spread = self._spread(rank, i.layer, i.chunk)
+            cell.pieces = pieces_of(program.schedule, rank.layout, program.model.layers[i.layer])
+            if i.write_kv is None and program.buffers[i.prefix].tier is Tier.DEVICE:
+                cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
         if i.mode is AttentionMode.COMPUTE:
             self.fetch(cell, i.layer, i.chunk)
             if cell.far is not None:
@@ -518,14 +523,6 @@ class AttentionContext:
             return False
         start, stop = self.program.share.rank.tokens(self.program.chunks[chunk], "tensor")
         return start == stop
-
-    def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
-        program, rank = self.program, self.program.share.rank
-        cell.exchange = self._exchange(rank, i.chunk)
-        cell.spread = self._spread(rank, i.layer, i.chunk)
-        cell.pieces = pieces_of(program.schedule, rank.layout, program.model.layers[i.layer])
-        if i.write_kv is None and program.buffers[i.prefix].tier is Tier.DEVICE:
-            cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
         """Return the object that exchanges q, k, v of this rank's tokens (all heads) for those of
