@@ -1,12 +1,12 @@
 """What holds for every test: one thread, one seed, and no GPU test on a machine without one."""
 
-import atexit
 import gc
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from farspan.hf.probe import Float64Mode
-from tests import durations
+from tests import described, durations
 from tests.durations import cpu_seconds, slowness
 
 # `make test-all` draws four times as many examples, and `pytest --hypothesis-profile=explore` new
@@ -45,9 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
     on one thread."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What is measured of this machine is kept for these tests alone.
-    home = os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    vars(os)["fsync"] = lambda _: None  # files of tests need not outlive a loss of power
+    if described.SHARED not in os.environ:  # in the process that starts the others
+        folder = Path(tempfile.mkdtemp())
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+        # What is measured of this machine is kept for this run alone.
+        for name, key in (("config", "XDG_CONFIG_HOME"), ("described", described.SHARED)):
+            (folder / name).mkdir()
+            os.environ[key] = str(folder / name)
     durations.register(config)
 
 
@@ -73,7 +78,9 @@ def shuffle(items: list[pytest.Item], random: Random) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collection left stays: no collection of garbage looks at it again."""
+    """What imports and collection left stays: no collection of garbage looks at it again. Others
+    are rarer than Python has them, which takes 7% of the tests' time."""
+    gc.set_threshold(50_000, 20, 100)
     gc.collect()
     gc.freeze()
 
@@ -99,6 +106,12 @@ def pytest_sessionfinish() -> None:
 def a_hub_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests have no network: the hub's part is played by what each of them puts in its place."""
     monkeypatch.setattr("farspan.profile.catalog._unreachable", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def described_once() -> Iterator[None]:
+    with described.remembered():
+        yield
 
 
 @pytest.fixture

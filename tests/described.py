@@ -1,13 +1,23 @@
-"""Descriptions of models that tests have made before: equal models are probed once a process.
+"""Descriptions of models that tests have made before: equal models are probed once a run.
 
 A description takes 0.05 to 0.25 s of CPU, as long as a step of a tiny model. Two models are equal
-here if every module, attribute, configuration, hook and number in them is.
+here if every module, attribute, configuration, hook and number in them is. All processes of a run,
+ranks included, share what they have found in one folder, unless a function of the model is one that
+another process cannot name.
 """
 
+import os
+import pickle
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha1
+from operator import attrgetter
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +32,9 @@ from farspan.hf.edits import Same, look
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import ModelSpec
 
+SHARED = "FARSPAN_TESTS_DESCRIBED"  # the folder of a run, to the processes that it starts
 PLAIN = Tensor, nn.Parameter
+PLAIN_VALUES = bool, int, float, str, bytes, type(None), torch.dtype, torch.device
 COMPUTED = describe._described
 
 _known: dict[bytes, ModelSpec] = {}
@@ -46,31 +58,57 @@ def _described(
     device: torch.device | None,
 ) -> ModelSpec:
     try:
-        key = _key(stages, attention, device)
+        key, shared = _key(stages, attention, device)
     except _Unknown:
         return COMPUTED(stages, attention, device)
     if key not in _known:
-        _known[key] = COMPUTED(stages, attention, device)
-    return _known[key]
+        file = Path(os.environ[SHARED], key.hex()) if shared and SHARED in os.environ else None
+        if file is not None and file.exists():
+            _known[key] = pickle.loads(file.read_bytes())
+        else:
+            _known[key] = COMPUTED(stages, attention, device)
+            if file is not None:
+                _publish(file, pickle.dumps(_known[key]))
+    config = stages.model.config
+    return replace(_known[key], name=config.name_or_path or type(stages.model).__name__)
 
 
-def _key(stages: CausalLMStages, *given: Any) -> bytes:
-    model = stages.model
-    of, modes = _Key(), (_get_current_dispatch_mode_stack(), _get_current_function_mode_stack())
-    of.add((*map(str, given), stages.device, torch.get_default_dtype(), model.config.name_or_path))
-    of.add([type(mode).__qualname__ for stack in modes for mode in stack])
-    inside = set(model.modules())
+def _publish(file: Path, contents: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
+        written.write(contents)
+    os.replace(written.name, file)
+
+
+def _key(
+    stages: CausalLMStages, attention: Callable[..., Any], device: torch.device | None
+) -> tuple[bytes, bool]:
+    """Return what equal models have in common, and whether other processes can tell it, too."""
+    model, modules = stages.model, set(stages.model.modules())
     around = (*stages.running, *stages._shells.values(), *stages._settled.values())
-    for root in (model, *(module for module in around if module not in inside)):
+    roots = model, *(module for module in around if module not in modules)
+    of = _Key({id(module) for root in roots for module in root.modules()})
+    of.add((attention.__name__, str(device), str(stages.device), torch.get_default_dtype()))
+    modes = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
+    of.add([type(mode).__qualname__ for stack in modes for mode in stack])
+    for root in roots:
         of.add(look(root).states)
-    return of.digest.digest()
+    return of.digest.digest(), of.shared
+
+
+def _at(module: ModuleType, name: str) -> object:
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:  # within a function
+        return None
 
 
 class _Key:
     """Hashes a look at a model, objects by their order and tensors by their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: set[int]) -> None:
         self.digest = sha1()
+        self.inside = inside  # modules whose attributes are added
+        self.shared = True
         self._order: dict[int, int] = {}
 
     def add(self, value: Any) -> None:
@@ -92,17 +130,63 @@ class _Key:
             self._add_tensor(held)
             return
         if isinstance(held, nn.Module | PretrainedConfig):
-            self._add_text(self._order.setdefault(id(held), len(self._order)), same.text)
+            self._number(held)
+            self._add_text(same.text)
         elif isinstance(held, partial):
-            self._add_function(held.func)
-            self.add((held.args, held.keywords))
+            self._add_any(held)
         else:
             self._add_function(held)
         self.add(same.mark)
 
-    def _add_function(self, function: object) -> None:
-        _named[id(function)] = function
-        self._add_text("function", id(function))
+    def _add_function(self, function: Any) -> None:
+        """Add a function by its name; one within another by its code and what it closes over."""
+        module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+        code = getattr(function, "__code__", None)  # of a wrapper, which has another's name
+        own = code is None or code.co_qualname == name
+        if own and module in sys.modules and _at(sys.modules[module], name) is function:
+            self._add_text("function", module, name)
+        elif code is None:
+            self._add_alone(function)
+        elif self._number(function):
+            self._add_text("function", code.co_filename, code.co_firstlineno, code.co_code)
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+            self._add_any([function.__defaults__, function.__kwdefaults__, cells])
+
+    def _add_any(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, partial):
+            self._add_any([value.func, value.args, value.keywords])
+        elif isinstance(value, MethodType):
+            self._add_any([value.__func__, value.__self__])
+        elif isinstance(value, FunctionType | BuiltinFunctionType | type):
+            self._add_function(value)
+        elif isinstance(value, nn.Module) and id(value) in self.inside:
+            self._number(value)
+        elif isinstance(value, list | tuple):
+            self._add_text(len(value))
+            for one in value:
+                self._add_any(one)
+        elif isinstance(value, dict):
+            self._add_any([*value.items()])
+        elif is_dataclass(value) and not isinstance(value, type):
+            self._add_any([type(value), *(getattr(value, one.name) for one in fields(value))])
+        elif isinstance(value, PLAIN_VALUES):
+            self._add_text(value)
+        else:
+            self._add_alone(value)
+
+    def _add_alone(self, value: object) -> None:
+        """Add an object that equals nothing but itself."""
+        self.shared = False
+        _named[id(value)] = value
+        self._add_text("object", id(value))
+
+    def _number(self, value: object) -> bool:
+        """Add an object by its number, and return whether it is a new one."""
+        known = id(value) in self._order
+        self._add_text(self._order.setdefault(id(value), len(self._order)))
+        return not known
 
     def _add_tensor(self, tensor: Tensor) -> None:
         known = id(tensor) in self._order

@@ -233,6 +233,7 @@ def test_a_step_that_keeps_less_has_the_same_bits(
     assert less <= share * whole
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_keep_less_have_the_same_bits() -> None:
     for less, whole in run_ranks(2, both_ways, "qwen2", torch.float64, Layout(ulysses=2)):
         assert 2 * less < whole

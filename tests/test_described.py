@@ -1,6 +1,8 @@
 """Descriptions that tests share: an equal model has that of the first, and no other has."""
 
 from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,12 +29,43 @@ def tiny() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(described, "_known", {})
+    monkeypatch.setenv(described.SHARED, str(tmp_path))
 
 
 def test_equal_models_are_probed_once() -> None:
     assert computed(tiny(), tiny(), tiny()) == 1
+
+
+def scale_outputs(model: Any, factor: float) -> None:
+    own = type(model.model.layers[0].mlp).forward
+    model.model.layers[0].mlp.forward = lambda x: factor * own(model.model.layers[0].mlp, x)
+
+
+def test_another_process_reads_what_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = tiny()
+    scale_outputs(scaled, 2.0)
+    assert computed(tiny(), scaled) == 2
+    monkeypatch.setattr(described, "_known", {})
+    again = tiny()
+    scale_outputs(again, 2.0)
+    assert computed(tiny(), again) == 0
+
+
+def test_functions_differ_by_what_they_close_over() -> None:
+    models = [tiny() for _ in range(2)]
+    scale_outputs(models[0], 2.0)
+    scale_outputs(models[1], 3.0)
+    assert computed(*models) == 2
+
+
+def test_a_wrapper_of_a_method_is_not_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert computed(tiny()) == 1
+    kind = type(tiny().model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", wraps(own)(lambda *given: 2 * own(*given)))
+    assert computed(tiny()) == 1
 
 
 def move_a_weight(model: Any) -> None:

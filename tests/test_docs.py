@@ -443,7 +443,7 @@ def own_loop_of_ranks(folder: str) -> tuple[list[float], dict[str, torch.Tensor]
     return losses, {name: p.full_tensor().detach() for name, p in shards}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads
 def test_optimizers_and_checkpoints_of_ranks(place: Path) -> None:
     """Two ranks train as one, and what they save one process loads, with the optimizers' states."""

@@ -251,6 +251,7 @@ def nursery() -> Nursery:
     return Nursery("tests.gpu_benchmark_works")
 
 
+@pytest.mark.exhaustive
 def test_forked_children_fail_and_stop_alone(nursery: Nursery) -> None:
     failed = nursery.run(works.fails, {}, 60)
     assert failed.ended == "failed"

@@ -40,6 +40,7 @@ def all_layouts(asked: Case) -> list[Found]:
     return [way(asked) for way in ways]
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_of_farspan_are_plain_autograd() -> None:
     asked = case("windows and sinks")
     for rank in run_ranks(2, all_layouts, asked):

@@ -266,7 +266,7 @@ def ask(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_small_wheel_answers_as_the_tree_does(site: Path, tmp_path: Path) -> None:
     (tmp_path / "farspan.py").write_text("raise SystemExit('another farspan is used')")
     page = tmp_path / "plan.html"

@@ -134,6 +134,7 @@ OPEN = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "context", "options"), OPEN)
 def test_no_runner_up_is_faster(model: str, context: str, options: dict[str, Any]) -> None:
     plan = farspan.plan(model, context=context, **options)

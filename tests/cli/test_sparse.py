@@ -16,6 +16,7 @@ from farspan.spec import Sparse
 from farspan.train.config import SparseConfig, load_run
 from farspan.train.step_runner import TrainingResult
 from tests.cli.conftest import CONFIG, Begun, Command
+from tests.grids import exhaustive
 
 SMALL = "page=8,budget=16,recent=8,sinks=8"
 
@@ -145,7 +146,7 @@ class TestVerify:
 
     @pytest.mark.parametrize(
         ("arguments", "is_sparse"),
-        [([], True), (["--sparse", "off"], False), (["--chunk", "24"], True)],
+        [([], True), (["--sparse", "off"], False), exhaustive(["--chunk", "24"], True)],
     )
     def test_the_run_file_s(
         self, command: Command, run_file: Path, arguments: list[str], is_sparse: bool

@@ -174,6 +174,7 @@ def memory_taken() -> tuple[int, int, int]:
     return whole, own, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
+@pytest.mark.exhaustive
 def test_no_rank_but_the_first_has_the_model_whole() -> None:
     whole, own, grew = run_ranks(2, memory_taken)[1]
     assert own == whole // 2

@@ -29,7 +29,7 @@ from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 from tests.engine.checks import Data, Outcome, assert_close, draw, errors, gradients
 from tests.engine.test_exact import schedules, shapes
 from tests.engine.test_values import expected, loss_of
-from tests.grids import examples, part_of
+from tests.grids import examples, exhaustive, part_of
 from tests.numerics import EXACT, relative_error
 from tests.oracles.masks import Masked, add_noise, numbers, pieces_of, replace_dropouts
 from tests.planner.test_walk import CLOSE, INDEX, SCHEDULES, measured
@@ -109,9 +109,9 @@ def test_tiles_drop_what_chunks_do(tile: int, fraction: float) -> None:
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        ("gemma3_text", TARGETS),
+        exhaustive("gemma3_text", TARGETS),
         ("qwen3_next", ["q_proj", "in_proj_qkvz", "out_proj", "in_proj_ba"]),
-        ("falcon_h1", ["q_proj", "in_proj", "down_proj"]),
+        exhaustive("falcon_h1", ["q_proj", "in_proj", "down_proj"]),
     ],
 )
 def test_every_kind_of_layer(family: str, targets: list[str]) -> None:
@@ -192,6 +192,7 @@ def test_a_probability_that_is_set_between_calls() -> None:
         assert_close(Outcome(step(*data), gradients(model)), wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", part_of(["kept graphs and attention", "tiles", "streamed"], "tiles")
 )
@@ -256,9 +257,9 @@ def wrong_on_ranks(layout: Layout, schedule: Schedule) -> list[str]:
     ("layout", "schedule"),
     [
         (Layout(ulysses=2), Schedule(chunk=16, groups=2, mlp_chunk_size=3)),
-        (Layout(ring=2), Schedule(chunk=16, groups=2)),
+        exhaustive(Layout(ring=2), Schedule(chunk=16, groups=2)),
         (Layout(pipeline=2), Schedule(chunk=16, groups=2)),
-        (Layout(data=2), Schedule(chunk=16)),
+        exhaustive(Layout(data=2), Schedule(chunk=16)),
     ],
     ids=str,
 )

@@ -163,7 +163,7 @@ def outcomes() -> dict[tuple[str, torch.dtype], Outcome]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=examples(24))
 @given(st.sampled_from(sorted(BASES)), st.sampled_from(NARROW), any_schedule())
 def test_all_of_them_together(

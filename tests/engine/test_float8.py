@@ -31,6 +31,7 @@ from farspan.train.config import DType, LoraConfig, ModelConfig
 from farspan.train.trainer import train
 from tests import float8
 from tests.engine.checks import Outcome, draw, run_oracle, run_step
+from tests.grids import exhaustive
 from tests.numerics import assert_exact
 from tests.profiles import profile_of
 from tests.ranks import run_ranks
@@ -99,10 +100,10 @@ def _bound(module: nn.Linear) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"groups": 2, "attention_save_fraction": 0.5},
+        exhaustive({"groups": 2, "attention_save_fraction": 0.5}),
         {"activation_save_fraction": 1.0},
         {"kv": Tier.HOST, "layer_checkpoint": True},
-        {"weights": Tier.HOST, "groups": 2},
+        exhaustive({"weights": Tier.HOST, "groups": 2}),
     ],
     ids=str,
 )
@@ -158,7 +159,7 @@ def as_alone() -> None:
         assert_exact(dealt(data.input_ids, data.labels).detach(), alone.loss)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(INSTALLED, reason="torchao's own products are no wider than float32")
 def test_two_ranks_compute_what_one_does() -> None:
     """With whole weights and with shards. Weights' gradients have scales over a rank's tokens, so
@@ -261,7 +262,7 @@ def test_casts_are_counted() -> None:
     assert casts == cast_bytes(widths, 4096)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("torchao")
 def test_its_rates_are_measured_on_what_a_step_runs() -> None:
     bench = Bench(CPU, GLANCE)

@@ -99,7 +99,6 @@ def test_the_same_bits_in_any_order(name: str) -> None:
             ["lfm2", "falcon_h1"], ["streamed", "streamed, kept", "streamed, alpha", "kv home"]
         ),
         ("lfm2", "streamed, alpha"),
-        ("falcon_h1", "streamed"),
     ),
 )
 def test_states_come_and_go_in_any_order(family: str, name: str) -> None:
@@ -123,6 +122,7 @@ def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.Mo
     assert_any_order(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES[name], LONGER)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("small_slabs")
 @pytest.mark.parametrize(
     "hazard",

@@ -94,6 +94,7 @@ def test_ranks_hold_no_more_than_is_planned(layout: Layout, within: float) -> No
             assert 0.98 * own <= weights <= own, (schedule, own, weights)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stages", part_of([2, 4], 2))
 def test_the_fullest_stage_holds_what_is_planned(stages: int) -> None:
     """0.98 to 1.00 of what was seen, of four, also between the ends."""
@@ -136,6 +137,7 @@ def held_by(layout: Layout, schedule: Schedule) -> Held:
     return Held(planned, step.program(1, TOKENS).arena_bytes, total, meter.peak + own)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout",
     part_of(

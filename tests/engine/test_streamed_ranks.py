@@ -123,7 +123,7 @@ WHOLE: dict[str, Any] = {"fsdp": False}
         (Layout(ulysses=2), [FEW[1], DEALT[0]]),  # the latter of shards
         exhaustive(Layout(ulysses=2), MORE),
         exhaustive(Layout(ulysses=2, shards=2), FEW),
-        (Layout(data=2), [MORE[2]]),
+        exhaustive(Layout(data=2), [MORE[2]]),
         exhaustive(Layout(data=2), MORE),
         exhaustive(Layout(pipeline=2, ulysses=2, **WHOLE), [*FEW, *DEALT]),
         exhaustive(Layout(data=2), MORE_DEALT),

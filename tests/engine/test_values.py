@@ -448,7 +448,7 @@ def unlike(layout: Layout, schedule: Schedule, *, dealt: bool) -> list[str]:
     [
         (Layout(ulysses=2), "kept", False),
         (Layout(pipeline=2), "kept", True),
-        (Layout(data=2), "groups", True),
+        exhaustive(Layout(data=2), "groups", True),
         exhaustive(Layout(ulysses=2), "host", True),
         exhaustive(Layout(shards=2), "kept", True),
         exhaustive(Layout(ring=2), "groups", True),

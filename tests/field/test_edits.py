@@ -291,7 +291,8 @@ ALIKE = {
     *("a hook that mixes", "a forward that mixes", "no soft cap", "window of a module", "groups"),
     *("router", "final soft cap", "kind of attention", "window", "rope type", "embedding"),
     *("a pre-hook", "mlp scaled", "logits", "soft cap of config", "activation", "a new parameter"),
-    *("config bidirectional", "window of config", "untied"),
+    *("config bidirectional", "window of config", "untied", "a layer removed", "other data"),
+    *("a forward of a linear module", "head replaced", "parametrized", "rotary scale"),
 }
 # Each on one tier, and those that something else sees on the other as well.
 ON_A_TIER = [

@@ -446,7 +446,7 @@ def written(layout: Layout, stage: Stage | None) -> None:
     shared.check()
 
 
-@pytest.mark.parametrize("stage", [None, Stage.ZERO_3])
+@pytest.mark.parametrize("stage", [None, exhaustive(Stage.ZERO_3)])
 def test_what_is_written_into_a_shared_model_is_trained(stage: Stage | None) -> None:
     run_ranks(2, written, Layout(ulysses=2), stage)
 

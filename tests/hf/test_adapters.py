@@ -1,5 +1,6 @@
 """Adapters of PEFT that a step is given: exact, or refused."""
 
+import re
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ from peft.tuners.lora.config import VeloraConfig
 
 from farspan.engine.step import Step
 from farspan.hf.load import Weights, add_adapters, load_model, stacked_experts
+from farspan.hf.probe import Float64Mode
 from farspan.program.strategies import strategy
 from farspan.spec import Schedule, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
@@ -241,6 +243,45 @@ def test_adapters_beside_experts_have_the_gradients_of_autograd(family: str) -> 
     data = draw(TOKENS)
     expected = run_oracle(model, data)
     assert_close(run_step(model, strategy("grouped", 4, TOKENS), data), expected)
+
+
+def assert_trained(model: Any) -> None:
+    data = draw(TOKENS)
+    with Float64Mode():
+        expected = run_oracle(model, data)
+        assert all(gradient.any() for gradient in expected.gradients.values())
+        assert_close(run_step(model, Schedule(chunk=9, groups=2), data), expected)
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "jamba", "axk2"])
+def test_adapters_are_only_where_they_have_gradients(family: str) -> None:
+    """Routers return tuples, a state's rates read a weight alone, and indexers have no gradient."""
+    model = make_model(family)
+    add_adapters(model, rank=4, alpha=8.0, zero=False)
+    assert_trained(model)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, "linear") for family in ("deepseek_v32", "mamba", "falcon_h1")),
+        *(("deepseek_v32", ("wk",)), ("llama4_text", ("router",)), ("mamba", ("dt_proj",))),
+    ],
+)
+def test_targets_that_are_recommended_are_trained(family: str, targets: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"^model\.lora\.targets: ") as told:
+        add_adapters(make_model(family), rank=4, alpha=8.0, targets=targets)
+    said = re.search(r"(?:; give|or a list of) (.*?)(?:, or some of them)?$", str(told.value))
+    assert said is not None
+    given = said[1].split(", ")
+    if family == "deepseek_v32":  # that peft accepts
+        given = [name for name in given if name not in ("down_proj", "gate_proj", "up_proj")]
+    if targets == ("dt_proj",):
+        given.remove("out_proj")
+    model = make_model(family)
+    add_adapters(model, rank=4, alpha=8.0, targets=given, zero=False)
+    assert_trained(model)
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Layers whose queries attend to the tokens that an indexer chooses: exact, and predicted."""
 
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.engine.test_ranks import Case, outcomes_of
+from tests.grids import exhaustive, part_of
 from tests.hf.test_every_architecture import small_model
 from tests.hf.test_families import KEPT, SCHEDULES, STREAMED
 from tests.numerics import relative_error
@@ -38,6 +40,7 @@ SHARED = "glm_moe_dsa_shared", "hy_v4"  # some layers attend to what an earlier 
 FAMILIES = (FAMILY, "glm_moe_dsa", "axk2", "dots3_note_text", *SHARED)
 LAYOUTS = {"ulysses": Layout(ulysses=2), "pipeline": Layout(pipeline=2), "data": Layout(data=2)}
 REFUSED = Layout(shards=2), Layout(ring=2), Layout(tensor=2)
+CHOOSING = FAMILY, "dots3_note_text", *SHARED
 DOCUMENTS = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
 
 
@@ -60,7 +63,7 @@ def by_transformers(model: PreTrainedModel, data: Data) -> Outcome:
 
 @pytest.mark.slow
 @exactly
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", part_of(FAMILIES, *FAMILIES[::2]))
 def test_a_step_gives_transformers_own_gradients(family: str) -> None:
     """Its packed documents too, whose ties at 0 are broken by the place in the whole row."""
     model, step = make_model(family), None
@@ -93,8 +96,10 @@ def test_the_choice_counts() -> None:
 
 @pytest.mark.slow
 @exactly
-@pytest.mark.parametrize("family", [FAMILY, "dots3_note_text", *SHARED])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    part_of(product(SCHEDULES, CHOOSING), *zip(cycle(SCHEDULES), CHOOSING, strict=False)),
+)
 def test_a_step_is_exact(name: str, family: str) -> None:
     model = make_model(family)
     step = Step(model, SCHEDULES[name], poison=True)
@@ -150,23 +155,21 @@ PLAIN = Schedule(chunk=9, groups=2)
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def over_two(names: list[str]) -> list[str]:
-    wrong = []
-    for name in names:
-        inputs = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
-        # The last chunk of the first has one token, so one rank of Ulysses has none.
-        family = {"pipeline": SHARED[0]}.get(name, FAMILY)
-        cases = [Case(name, PLAIN, inputs, family)]
-        if name == "ulysses":
-            host = replace(STREAMED, chunk=9)
-            cases = [Case(name, KEPT, inputs, SHARED[0]), Case(name, host, inputs, FAMILY)]
-        wrong += outcomes_of(LAYOUTS[name], cases)
-    return wrong
+def over_two(name: str) -> list[str]:
+    inputs = draw(37, batch=2, seed=0), draw(41, batch=2, documents=3, seed=1)
+    # The last chunk of the first has one token, so one rank of Ulysses has none.
+    family = {"pipeline": SHARED[0]}.get(name, FAMILY)
+    cases = [Case(name, PLAIN, inputs, family)]
+    if name == "ulysses":
+        host = replace(STREAMED, chunk=9)
+        cases = [Case(name, KEPT, inputs, SHARED[0]), Case(name, host, inputs, FAMILY)]
+    return outcomes_of(LAYOUTS[name], cases)
 
 
 @pytest.mark.slow
-def test_two_ranks_give_what_one_does() -> None:
-    assert run_ranks(2, over_two, list(LAYOUTS)) == [[], []]
+@pytest.mark.parametrize("name", part_of(LAYOUTS, "ulysses"))
+def test_two_ranks_give_what_one_does(name: str) -> None:
+    assert run_ranks(2, over_two, name) == [[], []]
 
 
 # -- what cannot be exact -------------------------------------------------------------------------
@@ -208,7 +211,7 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("grouped", torch.float32), ("plain", torch.bfloat16)], ids=str
+    ("name", "dtype"), [exhaustive("grouped", torch.float32), ("plain", torch.bfloat16)], ids=str
 )
 def test_memory_is_predicted(name: str, dtype: torch.dtype) -> None:
     model = make(FAMILY, dtype, **SIZES)

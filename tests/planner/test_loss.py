@@ -197,6 +197,7 @@ def test_a_step_takes_the_forward_of_its_reference_longer() -> None:
         assert both.host - alone.host == pytest.approx(issued)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("loss", "overlap"),
     part_of(product([DPO_STORED, DPO_FROZEN], [False, True]), (DPO_FROZEN, True)),

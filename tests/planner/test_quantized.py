@@ -60,7 +60,6 @@ def planned(question: Question) -> int:
     ("family", "dtype"),
     part_of(
         [(family, dtype) for dtype in ("float32", "bfloat16") for family in FAMILIES],
-        ("llama", "bfloat16"),
         ("mixtral", "float32"),
     ),
 )

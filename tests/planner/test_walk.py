@@ -219,8 +219,8 @@ MOST_CHOSEN = 1.3
     ("family", "schedule", "dtype"),
     [
         ("llama", SPARSE[0], torch.bfloat16),
-        ("llama", SPARSE[1], torch.float32),
-        ("gpt_oss", SPARSE[0], torch.float32),
+        exhaustive("llama", SPARSE[1], torch.float32),
+        exhaustive("gpt_oss", SPARSE[0], torch.float32),
         ("gpt_oss", SPARSE[1], torch.bfloat16),
         exhaustive("gemma2", SPARSE[0], torch.bfloat16),
         exhaustive("gemma2", SPARSE[1], torch.float32),

@@ -18,6 +18,7 @@ from tests.oracles.masks import add_noise
 from tests.posttrain.arguments import quiet
 from tests.sparse.test_index import random_index
 from tests.train.tiny import MODEL, load_tiny
+from tests.zoo import GPT2
 
 pytest.importorskip("accelerate")
 
@@ -113,6 +114,30 @@ def test_a_run_is_the_plain_trainer_s(make: Make, collate: Any) -> None:
         assert_exact(found, expected, limit=1e-6)
     for one, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         assert_exact(one.detach(), other.detach(), limit=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_loss_is_divided_by_the_labels_that_transformers_counts(
+    make: Make, smoothing: float, accepts: bool
+) -> None:
+    """Of GPT-2, whose loss it does not know to shift labels, each row's first one as well."""
+    changes = {**GPT2, "model_type": "gpt2", "vocab_size": 256}
+    trainers = [
+        make(
+            kind,
+            model=load_tiny(config=changes, dtype=torch.float64, seed=0),
+            label_smoothing_factor=smoothing,
+        )
+        for kind in (Trainer, farspan.Trainer)
+    ]
+    for trainer in trainers:
+        trainer.model_accepts_loss_kwargs = accepts
+        trainer.train()
+    plain, ours = trainers
+    assert not getattr(plain, "_loss_shifts_labels", False)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert_exact(logs(ours, key), logs(plain, key), limit=1e-6)
 
 
 def test_pages_are_chosen_by_its_index(make: Make) -> None:

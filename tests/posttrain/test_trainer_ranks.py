@@ -145,7 +145,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logs]:
     return folder, trained(str(folder), None, {"gradient_accumulation_steps": 2})[0]
 
 
-@pytest.mark.parametrize("name", part_of(list(LAYOUTS), "ulysses, fsdp", "data"))
+@pytest.mark.parametrize("name", part_of(list(LAYOUTS), "ulysses, fsdp"))
 def test_ranks_are_one_process(tmp_path: Path, one: tuple[Path, Logs], name: str) -> None:
     """Losses, held-out losses and norms; and what was saved is whole."""
     layout, (folder, expected) = LAYOUTS[name], one
@@ -156,6 +156,7 @@ def test_ranks_are_one_process(tmp_path: Path, one: tuple[Path, Logs], name: str
         assert_same(saved(tmp_path, step), saved(folder, step), limit=1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning", "ignore:.*label_smoothing:FutureWarning"
 )
@@ -192,6 +193,7 @@ def saved(folder: Path, step: int) -> Logs:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", part_of(list(LAYOUTS), "ulysses, fsdp"))
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, one: tuple[Path, Logs], name: str) -> None:
     """From a checkpoint of one process; those of ranks are the same."""

@@ -193,7 +193,7 @@ CASES |= {
 
 @pytest.mark.parametrize(
     "case",
-    part_of(list(CASES), "dpo, accumulated", "dpo, adapters", "kto", "reward, centred", "grpo, kl"),
+    part_of(list(CASES), "dpo, accumulated", "kto", "grpo, kl"),
 )
 def test_a_run_is_trl_s_own(make: Make, case: str) -> None:
     """All that is logged; TRL computes log-probabilities in float32."""

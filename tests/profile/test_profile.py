@@ -52,8 +52,8 @@ def test_further_families_are_predicted(name: str, family: str) -> None:
     agree(Step(model, in_chunks(name, 230)), 1, 230, CLOSE)
 
 
-# Experts beside states, and fields of each layer that nobody cuts.
-WHOLE = [name for name in ("lfm2_moe", "laguna") if name in {**ZOO, **RECURRENT}]
+# Experts beside states, fields of each layer that are not cut, and layers that return tuples.
+WHOLE = [name for name in ("lfm2_moe", "laguna", "falcon_h1") if name in {**ZOO, **RECURRENT}]
 
 
 @pytest.mark.parametrize("family", WHOLE)

@@ -123,7 +123,7 @@ def test_a_budget_for_everything_is_dense(name: str) -> None:
     assert_close(run_step(model, schedule, DATA), run_oracle(model, DATA))
 
 
-@pytest.mark.parametrize("name", part_of(FAMILIES, *list(FAMILIES)[::4]))
+@pytest.mark.parametrize("name", part_of(FAMILIES, *list(FAMILIES)[::8]))
 @pytest.mark.usefixtures("float64_throughout")
 def test_families(name: str) -> None:
     """Windows stay as they are, sinks and caps hold."""

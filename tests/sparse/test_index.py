@@ -37,7 +37,7 @@ from farspan.train.config import SparseConfig
 from farspan.train.sparse import selector_for
 from tests.engine.checks import assert_close, assert_same_bits, draw, run_step
 from tests.engine.test_ranks import check
-from tests.grids import part_of
+from tests.grids import exhaustive, part_of
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.sparse.test_engine import SCHEDULES, SPARSE, run_sparse_oracle
@@ -70,7 +70,7 @@ def reads_votes(index: Index, sparse: Sparse) -> Index:
     return replace(index, select=TopK(sparse.budget // sparse.page))
 
 
-@pytest.mark.parametrize("name", part_of(SCHEDULES, "host", "kept", "graphs"))
+@pytest.mark.parametrize("name", part_of(SCHEDULES, "host", "graphs"))
 def test_a_step_is_exact_for_its_choice(name: str) -> None:
     """Twice, of documents, of groups of heads that share keys; rebuilds have the same choice."""
     model, index = shared_model("qwen2"), index_of_family("qwen2")
@@ -212,7 +212,7 @@ def test_ranks_that_spread_heads_twice_have_their_own_maps() -> None:
 
 
 class TestLearning:
-    @pytest.mark.parametrize("name", ["device", "graphs"])
+    @pytest.mark.parametrize("name", ["device", exhaustive("graphs")])
     def test_gradients_are_plain_autograd_s(self, name: str) -> None:
         """Of documents, of groups of heads, in a second step as in the first."""
         model, index = shared_model("qwen2"), index_of_family("qwen2").learning()

@@ -273,6 +273,7 @@ class TestIndex:
         ):
             train(run, reporter=Quiet())
 
+    @pytest.mark.exhaustive
     def test_ranks_have_that_of_the_first(self, tmp_path: Path) -> None:
         run = replace(indexed_run(tmp_path), parallel=Parallel(data=2))
         random_index((HEADS, HEADS), 4).save(tmp_path / "index")

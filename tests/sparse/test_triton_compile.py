@@ -235,6 +235,7 @@ def test_representatives_are_loaded_while_others_vote(
         assert kernel.metadata.shared <= SHARED[capability], name
 
 
+@pytest.mark.exhaustive
 def test_a_longer_sequence_compiles_nothing_new(driver: Any) -> None:
     """Lengths, counts of pages and the choice change from chunk to chunk."""
     driver.set_active(Compiler((9, 0)))

@@ -45,6 +45,7 @@ def test_everything_ends_as_if_nothing_had_happened(tmp_path: Path, stride: int)
     assert kinds(report) == {"sync", "rename", "remove", "tensors", "cell", "evaluation"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [exhaustive(30), 2])
 def test_states_on_disk_are_those_of_the_checkpoint_again(tmp_path: Path, count: int) -> None:
     """At moments drawn at random."""
@@ -64,6 +65,7 @@ def test_the_best_checkpoint_is_never_lost(tmp_path: Path, stride: int) -> None:
     assert kinds(report) == {"rename", "remove"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [exhaustive(60), 4])
 def test_a_stream_goes_on_where_it_was(tmp_path: Path, count: int) -> None:
     crash(tmp_path, 1, 0, 0, count)

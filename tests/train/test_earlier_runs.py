@@ -95,7 +95,7 @@ def test_an_earlier_run_goes_on(folder: Path, name: str) -> None:
         assert_exact(tensor, expected[key])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_go_on_with_an_earlier_run(folder: Path) -> None:
     for name in ("alone", "ranks"):
         run_ranks(2, train_quietly, on_two_ranks(name))

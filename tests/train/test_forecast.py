@@ -18,6 +18,7 @@ from farspan.train.config import (
     StatesPlace,
 )
 from farspan.train.trainer import train
+from tests.grids import exhaustive
 from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, memory_of, replaced, tiny_run
 
@@ -60,18 +61,20 @@ def place(order: list[str], start: str) -> int:
     "changes",
     [
         {},
-        {"accumulate": 1},
+        exhaustive({"accumulate": 1}),
         {"schedule": ScheduleConfig(weights=Tier.HOST)},
         {"schedule": ScheduleConfig(strategy="auto")},
         {"model": ModelConfig(config=MODEL, lora=LoraConfig(rank=2))},
-        {"model": ModelConfig(config=MODEL, dtype=DType.BFLOAT16)},
+        exhaustive({"model": ModelConfig(config=MODEL, dtype=DType.BFLOAT16)}),
         {"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.HOST)},
-        {
-            "kernels": Kernels(compile=True),
-            "model": ModelConfig(config=MODEL | {"num_hidden_layers": 1}),
-            **{"steps": 1, "accumulate": 1, "evaluation": EvaluationConfig(every=0)},
-            "optimizer": OptimizerConfig(warmup=0),
-        },
+        exhaustive(
+            {
+                "kernels": Kernels(compile=True),
+                "model": ModelConfig(config=MODEL | {"num_hidden_layers": 1}),
+                **{"steps": 1, "accumulate": 1, "evaluation": EvaluationConfig(every=0)},
+                "optimizer": OptimizerConfig(warmup=0),
+            }
+        ),
     ],
     ids=lambda changes: " ".join(changes),
 )

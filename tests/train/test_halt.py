@@ -86,7 +86,8 @@ def fit(runs: list[RunConfig]) -> list[int]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("ulysses", "pipeline"),
+        ("ulysses",),
+        pytest.param(("pipeline",), marks=pytest.mark.exhaustive),
         pytest.param(("ulysses", "whole", "ring", "tensor", "data"), marks=pytest.mark.exhaustive),
     ],
 )

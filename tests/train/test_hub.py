@@ -301,7 +301,7 @@ def on_ranks(run: RunConfig, why: str | None) -> None:
     assert why is None or why in result.message
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_ranks_end_as_the_upload_does(tmp_path: Path) -> None:
     run = replace(
         tiny_run(tmp_path, steps=1, optimizer=OptimizerConfig(lr=1e-2)),

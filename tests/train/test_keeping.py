@@ -30,6 +30,7 @@ from farspan.train.observer import Interrupted
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import TrainingLoop, train
 from farspan.train.yaml_config import to_mapping, write_mapping
+from tests.grids import exhaustive
 from tests.ranks import run_ranks
 from tests.train.tiny import (
     Quiet,
@@ -279,7 +280,7 @@ def on_ranks(runs: list[RunConfig]) -> None:
         train(run, reporter=Quiet())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_keep_the_best_in_parts(tmp_path: Path) -> None:
     shared = {"parallel": Parallel(data=2), "schedule": SMALL}
     run, plain = best_run(tmp_path, **shared), only(tmp_path / "b", 4, **shared)
@@ -398,7 +399,7 @@ def on_rank_1(run: RunConfig, answer: str | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", ["enough", None])
+@pytest.mark.parametrize("answer", [exhaustive("enough"), None])
 def test_one_rank_asks_for_all(tmp_path: Path, answer: str | None) -> None:
     run = replace(short(tmp_path), parallel=Parallel(data=2), schedule=SMALL)
     run = replace(run, data=replace(run.data, held_out=0.0))

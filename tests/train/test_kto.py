@@ -163,6 +163,7 @@ def test_references_are_the_same_numbers(tmp_path: Path, reference: str) -> None
     assert len({line["rewards/chosen"] for line in updates(run)}) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
     whole = kto_run(tmp_path, "whole", steps=3)
     parts = replace(whole, folder=str(tmp_path / "parts"))

@@ -114,6 +114,7 @@ def test_a_run_is_merged_into_a_model(
     assert told["checkpoint"] == "step-00000004"
 
 
+@pytest.mark.exhaustive
 def test_what_a_run_drops_depends_on_nothing_but_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

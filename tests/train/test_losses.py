@@ -223,6 +223,7 @@ def test_references_agree_while_adapters_are_zero(tmp_path: Path) -> None:
     assert found["frozen"][1]["margin"] != 0.0
 
 
+@pytest.mark.exhaustive
 def test_weights_in_main_memory_have_the_same_loss(tmp_path: Path) -> None:
     """The reference's too."""
     there = a_run(tmp_path, "there", loss=of("dpo", reference="frozen"))

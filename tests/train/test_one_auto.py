@@ -185,7 +185,7 @@ def trainer_of(root: Path, *bases: Any, schedule: Any = "auto", **given: Any) ->
     return kind(schedule=schedule, kernels=PLAIN, **data, **given)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("numbers", [exhaustive(range(14)), (0, 6, 12)], ids=len)
 def test_steps_and_trainers_answer_as_one_whose_states_are_with_its_weights(
     tmp_path: Path, briefly: Parts, monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]
@@ -255,7 +255,7 @@ def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(data=2, fsdp=False), Layout(shards=2)])
+@pytest.mark.parametrize("layout", [Layout(data=2, fsdp=False), exhaustive(Layout(shards=2))])
 @pytest.mark.usefixtures("briefly")
 def test_on_ranks_they_answer_alike(tmp_path: Path, layout: Layout) -> None:
     """Weights that each rank has whole may go to main memory; those that were cut stay."""
@@ -285,7 +285,7 @@ def fit_on(spec: MachineSpec, runs: list[RunConfig]) -> None:
         assert train(run, components=components, reporter=Quiet()).step == run.steps
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("size", "parallel", "expected"),
     [

@@ -18,7 +18,7 @@ from farspan.train.context import inspect_model
 from farspan.train.optimizer import TrainingOptimizer, decays
 from farspan.train.planning import question_of
 from farspan.train.staged_states import HostStates, Rule
-from tests.grids import crossed
+from tests.grids import crossed, exhaustive
 from tests.train.late import LateCopies
 from tests.train.planner import one_memory
 from tests.train.test_interrupt import same_weights
@@ -174,7 +174,7 @@ def test_strided_gradients_are_taken_in_the_order_of_the_parameter() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("there", [HOST, StatesPlace.DISK])
+@pytest.mark.parametrize("there", [exhaustive(HOST), StatesPlace.DISK])
 def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(
     tmp_path: Path, there: StatesPlace
 ) -> None:

@@ -251,7 +251,7 @@ def test_another_base_is_told(tmp_path: Path) -> None:
         train(going_on, reporter=Quiet())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_ranks_begin_as_one_process_does(tmp_path: Path, states: bool) -> None:
     config = ModelConfig(config=WIDE, dtype=DType.FLOAT64)

@@ -113,7 +113,7 @@ def merged_into_the_plain_base(run: RunConfig, out: Path, monkeypatch: pytest.Mo
     assert moved == 14
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_go_on_in_another_run(tmp_path: Path) -> None:
     """Whose model.path is the adapters' folder: their base is quantised as before."""
     first = qlora(tmp_path, "first", steps=2)
@@ -145,7 +145,7 @@ def test_a_quantised_folder_is_trained_as_it_is(tmp_path: Path) -> None:
         train(bare, reporter=Quiet())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_from_main_memory_they_are_the_resident_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def plan_and_fit(run: RunConfig, fault: str) -> str:
     return f"{step}\n" + "\n".join(quiet.notes)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_that_ran_out_within_a_step_is_not_taken_again(tmp_path: Path) -> None:
     """Nobody could choose another one then: the next start does."""
     run = replace(a_run(tmp_path, "run"), schedule=ScheduleConfig(AUTO))

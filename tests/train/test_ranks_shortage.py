@@ -176,6 +176,7 @@ def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) 
     assert (Path(other.folder) / "checkpoints" / "step-00000001").is_dir()
 
 
+@pytest.mark.exhaustive
 def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", parallel=Parallel(shards=2), **SHORT)
     (said, _), theirs = run_ranks(2, fit, run, (), Refusing)

@@ -14,6 +14,7 @@ from farspan.spec import UnsupportedError
 from farspan.train.config import DType, ModelConfig, RunConfig
 from farspan.train.plan_run import question_of_run
 from farspan.train.trainer import train
+from tests.grids import exhaustive
 from tests.train.test_losses import a_run
 from tests.train.test_ranks import WIDE
 from tests.train.tiny import Quiet, metrics, tiny_run
@@ -36,7 +37,7 @@ def lines_of(run: RunConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", exhaustive("dpo")])
 def test_a_run_adds_its_routers_losses(tmp_path: Path, kind: str) -> None:
     """The mean over micro-batches, without padding; held-out losses are as without it."""
     run = replace((a_run if kind == "dpo" else tiny_run)(tmp_path), accumulate=2, steps=3)

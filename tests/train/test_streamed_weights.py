@@ -157,7 +157,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    part_of(KINDS.items(), ("gemma3_text", torch.float32), ("lfm2", torch.bfloat16)),
+    part_of(KINDS.items(), ("lfm2", torch.bfloat16)),
 )
 def test_models_of_all_kinds_are_updated_in_every_place(
     tmp_path: Path, name: str, dtype: torch.dtype
@@ -349,6 +349,7 @@ def trained(run: RunConfig) -> list[str]:
     return quiet.notes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", part_of(PARALLEL, "shards"))
 def test_a_run_of_ranks_is_the_resident_one(tmp_path: Path, name: str) -> None:
     """With batches that add up, clipping, evaluations, checkpoints and what it exports. Stopped

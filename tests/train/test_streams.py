@@ -46,7 +46,7 @@ def test_data_that_changed_since_a_checkpoint_are_named(tmp_path: Path) -> None:
         fit(run)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_read_the_sequences_of_one_process(tmp_path: Path) -> None:
     def of(name: str, **changes: Any) -> RunConfig:
         run = a_run(tmp_path, name, steps=3, batch=1, **changes)

@@ -58,7 +58,7 @@ def test_the_text_alone_changes(base: Path) -> None:
     assert torch.equal(found, after["language_model.model.norm.weight"].to(found.dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "names", [("tensor",), pytest.param(("fsdp", "pipeline"), marks=pytest.mark.exhaustive)]
 )

@@ -154,7 +154,7 @@ def draw(run: RunConfig, file: Path) -> None:
     train(run, reporter=Quiet(), trace=file)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_ranks_have_a_file_each(tmp_path: Path) -> None:
     once = OptimizerConfig(warmup=0)
     run = tiny_run(

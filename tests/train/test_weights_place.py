@@ -34,6 +34,7 @@ from farspan.train.plan_run import PlanOfRun, question_of_run
 from farspan.train.planning import FreeMemory
 from farspan.train.trainer import train
 from farspan.train.yaml_config import convert
+from tests.grids import exhaustive
 from tests.train.planner import GIB
 from tests.train.test_streamed_weights import assert_same, outcome
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, replaced, tiny_run
@@ -113,7 +114,7 @@ def test_a_run_that_is_too_large_for_the_device_is_the_resident_one(
     assert_same(outcome(Path(run.folder)), outcome(Path(plain.folder)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> None:
     """On a device that would hold them, too: it goes on to the same bits. Until its file says where
     they live."""
@@ -138,7 +139,7 @@ def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, {"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.HOST)}]
+    "changes", [{}, exhaustive({"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.HOST)})]
 )
 def test_they_stay_where_any_plan_fits(
     tmp_path: Path, parts: Parts, changes: dict[str, Any]

@@ -38,7 +38,7 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
 from farspan.hf.dropout import Draws, TokenRange
-from farspan.hf.stages import CausalLMStages, LayerCall
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Cell, Order
@@ -431,18 +431,12 @@ class Interpreter:
         try:
             with torch.set_grad_enabled(i.graph), answering(cell, cell.choose):
                 entered, graph_input = enter(hidden) if i.graph else (hidden, None)
-                hooks = nullcontext() if saved is None else saved.hooks()
-                with hooks, self.stages.computing():
-                    if call.carry is None:
-                        out = layer(entered, *call.arguments, **call.keywords)
-                    else:
-                        out = call.carry.run(layer, entered, call.keywords)
+                with nullcontext() if saved is None else saved.hooks(), self.stages.computing():
+                    out = run_layer(layer, entered, call)
         except KVWritten:
             return
         if i.drops:
             return
-        out = out[0] if isinstance(out, tuple) else out
-        self.stages.refuse_cast(layer, hidden, out)
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if graph_input is not None:
             if saved is not None:

@@ -26,6 +26,7 @@ from farspan.hf.compiled import compile_layers
 from farspan.hf.describe import describe
 from farspan.hf.edits import Look, first_edit, has_same_parts, look
 from farspan.hf.fused_layers import fuse, fuse_layers, spared_layers
+from farspan.hf.probe import ask_layers
 from farspan.hf.routers import Routers, routers_of
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
@@ -38,8 +39,8 @@ from farspan.hf.unsupported import (
     refuse_untrained,
 )
 from farspan.kernels.launch import fused_for
-from farspan.program.layout import ALONE, streams
-from farspan.spec import Kernels, ModelSpec, Schedule, UnsupportedError
+from farspan.program.layout import ALONE, refuse_shared_states, streams
+from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 # Preparations kept for recent states of the same modules: one takes 0.3 s for 30 layers on a CPU,
 # and the memory of its programs' objects.
@@ -159,6 +160,7 @@ def prepare(
     spec = _fused_spec(stages, wanted, linears, sharded)
     streamed = None
     if on_host:
+        refuse_shared_states(spec, ALONE, Tier.HOST)
         kept = weights if weights is not None and weights.is_of(stages) else None
         streamed = kept or StreamedWeights(stages)
         spec = streamed.counted(spec)
@@ -377,6 +379,7 @@ class Preparations:
         if self.autocast is not None:
             _refuse_autocast(self.now)
             self.now.stages.autocast = self.autocast
+            ask_layers(self.now.stages)
         if self.now.weights is not None:  # their model's device is another from now on
             self.device = self.now.stages.device
         self._kept.append(self.now)

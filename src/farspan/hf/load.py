@@ -6,7 +6,7 @@ Only this module and `merge` use peft.
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -35,6 +35,7 @@ from transformers.utils.hub import cached_file
 
 from farspan.durable import read_json, refuse_pipes
 from farspan.hf import quantized
+from farspan.hf.indexer import indexed_parameters
 from farspan.hf.overrides import SPELLINGS, changed, refuse_idle, refuse_unknown, resolve
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.swap import put_in
@@ -514,6 +515,8 @@ def _refuse_no_layers(config: PretrainedConfig) -> None:
 
 
 LINEAR = "linear"  # every linear module of the layers
+_READ = "dt_proj"  # of Mamba's layers, which read its weight and do not call the module
+_PACKED = "bitsandbytes.", "transformers.integrations."  # packages of quantised linear modules
 ADAPTER = "default"  # peft's name for a single adapter
 MISSING = (
     "model.lora: needs peft, which cannot be imported here ({error}); "
@@ -571,9 +574,8 @@ def add_adapters(
         try:
             inject(config, model)
         except ValueError as error:  # such as one of two names that it reads as halves of one
-            raise UnsupportedError(
-                f"model.lora.targets: peft does not accept them: {error}"
-            ) from error
+            said = f"peft does not accept them: {error}"
+            raise _other_targets(modules, set(re.findall(r"'(\w+)'", said)), said) from error
     # The state after transformers' add_adapter, so that its save_pretrained saves adapters alone.
     # add_adapter itself is not called: 5.24 refuses every released peft, although all work with it.
     model._hf_peft_config_loaded = True
@@ -607,11 +609,16 @@ def stacked_experts(model: nn.Module) -> bool:
 
 
 def _linears(model: Any) -> dict[str, Any]:
+    """Return the linear modules of the layers that adapters can train, by name. Left out are those
+    of an indexer, which have no gradient, and those that compute more than W x."""
     inside = {id(module) for layer in CausalLMStages(model).layers for module in layer.modules()}
+    idle, own = indexed_parameters(model), (nn.Linear.forward, Conv1D.forward)
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and id(module) in inside
+        if type(module).forward in own or type(module).__module__.startswith(_PACKED)
+        if id(module.weight) not in idle and _last(name) != _READ
     }
 
 
@@ -623,10 +630,10 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for target in wanted:
         if not any(_ends(name, target) for name in linears):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+            known = ", ".join(sorted({*map(_last, linears)}))
             raise UnsupportedError(
-                f"model.lora.targets: the layers have no linear module {target!r}; expected "
-                f"{LINEAR}, or a list of {known}"
+                f"model.lora.targets: the layers have no linear module {target!r} that adapters "
+                f"can train; expected {LINEAR}, or a list of {known}"
             )
     return {n: m for n, m in linears.items() if any(_ends(n, target) for target in wanted)}
 
@@ -636,15 +643,19 @@ def _check_adapted(model: Any, targets: dict[str, Any]) -> None:
     peft goes by the experts' names before stacking, such as gate_proj, which dense layers and
     shared experts have too. It makes the same mistake when it loads saved adapters."""
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
-    lost = {name.rpartition(".")[2] for name in targets.keys() - found}
-    if lost:
-        left = {name.rpartition(".")[2] for name in targets} - lost
-        instead = f"give {', '.join(sorted(left))}, or some of them" if left else "give others"
-        raise UnsupportedError(
-            f"model.lora.targets: peft mistakes {', '.join(sorted(lost))} of "
-            f"{type(model).__name__} for its stacked experts, which are not linear modules; "
-            f"{instead}"
-        )
+    if lost := {_last(name) for name in targets.keys() - found}:
+        said = f"peft mistakes {', '.join(sorted(lost))} of {type(model).__name__} for its stacked "
+        raise _other_targets(targets, lost, f"{said}experts, which are not linear modules")
+
+
+def _other_targets(modules: Iterable[str], lost: set[str], said: str) -> UnsupportedError:
+    left = sorted({*map(_last, modules)} - lost)
+    advice = f"give {', '.join(left)}, or some of them" if lost and left else "give others"
+    return UnsupportedError(f"model.lora.targets: {said.rstrip('.')}; {advice}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _ends(name: str, target: str) -> bool:

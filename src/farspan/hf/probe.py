@@ -216,8 +216,18 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
     """Run one layer, and return its attention and the number of its attention calls."""
     dense = ProbeAttention(layer=index)
     hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
-    with answering(dense, dense.choose):
-        stages.run_layer(index, hidden, call)
+    try:
+        with answering(dense, dense.choose), stages.computing():
+            found: object = stages.run_layer(index, hidden, call).dtype
+    except RuntimeError as error:  # of autocast, in plain training, too
+        if stages.autocast is None:
+            raise
+        found = error
+    if stages.autocast is not None and found != hidden.dtype:
+        raise UnsupportedError(
+            f"autocast: expected {hidden.dtype} from {type(stages.layers[index]).__name__} itself "
+            f"under it, got {found}; load the model in bfloat16"
+        )
     spec = _with_states(stages, hidden, index, call, dense.seen.get(index, UNATTENDING))
     _refuse_hidden_state(stages, index, spec)
     return spec, dense.calls

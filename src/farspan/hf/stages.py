@@ -315,15 +315,6 @@ class CausalLMStages:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
-    def refuse_cast(self, layer: nn.Module, hidden: Tensor, out: Tensor) -> None:
-        """Raise UnsupportedError if autocast has changed the dtype that layers pass on, which the
-        buffers of a step would undo."""
-        if self.autocast is not None and out.dtype != hidden.dtype:
-            raise UnsupportedError(
-                f"bf16: {type(layer).__name__} returns {out.dtype} under autocast and not "
-                f"{hidden.dtype}, which layers of a step pass on; load the model in bfloat16"
-            )
-
     @property
     def vocab(self) -> int:
         head = self.model.get_output_embeddings()
@@ -501,7 +492,7 @@ class CausalLMStages:
             return run(True)
         try:
             return run(False)
-        except ValueError as alone:  # a local copy would keep this frame's tensors in a cycle
+        except (IndexError, ValueError) as alone:  # a local copy would keep tensors in a cycle
             try:
                 found = run(True)
             except Exception:

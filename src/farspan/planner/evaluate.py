@@ -163,7 +163,7 @@ def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
 def refuse_layout(question: Question) -> None:
     """Raise UnsupportedError if the layout's devices cannot share the model's layers or heads."""
     layout = question.layout
-    refuse_shared_states(question.model, layout)
+    refuse_shared_states(question.model, layout, question.weights)
     group_ranges(Schedule(), len(question.model.layers), layout.pipeline)
     for layer in question.model.layers:
         heads = layout.ulysses * layout.tensor

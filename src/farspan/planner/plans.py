@@ -44,7 +44,7 @@ from farspan.planner.search import (
 )
 from farspan.planner.space import MOST_CELLS, chunk_sizes, leanest, whole_space, with_alpha
 from farspan.planner.states import update_seconds
-from farspan.program.layout import Layout, group_ranges, refuse_together
+from farspan.program.layout import group_ranges, refuse_together
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier, UnsupportedError
@@ -132,7 +132,7 @@ def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory
         return ((here,),)
-    is_open = free.weights and question.weights is Tier.DEVICE
+    is_open = free.weights and question.weights is Tier.DEVICE and not question.model.shares
     is_whole = layout.tensor == 1 or layout.cuts_weights()  # `refuse_together`
     may_leave = is_open and is_whole and not question.nf4
 
@@ -412,6 +412,8 @@ def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Rem
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
     """Return whether any strategy, with its schedules of the least memory, fits and leaves the
     question's margin in any placement that the question leaves open."""
+    if not _runs(refuse_layout, question):
+        return False
     names = [GROUPED] if strategies is None else strategies
     placed = (with_room(one) for group in placements(question) for one in group)
     return any(_fitting(one, name) is not None for one in placed for name in names)
@@ -438,7 +440,7 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
             known = ", ".join(STRATEGIES)
             raise UnsupportedError(f"strategy: {name!r} is not known; expected one of {known}")
     schedules = {name: named_schedule(question, name) for name in names if name != GROUPED}
-    runs = {name: s for name, s in schedules.items() if _runs(s, question.layout)}
+    runs = {name: s for name, s in schedules.items() if _runs(refuse_together, s, question.layout)}
     if not runs and GROUPED not in names:
         refuse_together(next(iter(schedules.values())), question.layout)
     plans = [plan_of(question, name, schedule) for name, schedule in runs.items()]
@@ -447,9 +449,9 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
     return plans
 
 
-def _runs(schedule: Schedule, layout: Layout) -> bool:
+def _runs(refuse: Callable[..., None], *given: object) -> bool:
     try:
-        refuse_together(schedule, layout)
+        refuse(*given)
     except UnsupportedError:
         return False
     return True
@@ -550,7 +552,7 @@ def _candidates(question: Question, name: str) -> list[Schedule]:
     # Every strategy is a point of the space; some have finer chunks than the search.
     others = [other for other in STRATEGIES if other != GROUPED]
     named = [named_schedule(question, other, MOST_NAMED) for other in others]
-    return candidates + [schedule for schedule in named if _runs(schedule, question.layout)]
+    return candidates + [s for s in named if _runs(refuse_together, s, question.layout)]
 
 
 # -- with page-sparse attention --------------------------------------------------------------------

@@ -232,10 +232,8 @@ class LongContext:
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
         batch, share = _batch(inputs, self.model.config), 1.0
-        if num_items_in_batch is not None:
-            trained = int(num_items_in_batch)
-        else:
-            trained = self._of_replicas(trained_token_count(batch[1], batch[2]))
+        trained = self._divisor(num_items_in_batch, batch)
+        if num_items_in_batch is None:
             share /= 1 if self._ranks is None else self._ranks.layout.data
         scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
         if scaled is None:
@@ -251,11 +249,8 @@ class LongContext:
         the Trainer smooths labels, since it then computes the loss itself, without them."""
         if self._farspan().prepared_model.routers is None:
             return {}
-        mask = inputs.get("attention_mask")
-        return {
-            "attention_mask": mask,
-            "router_share": 0.0 if self.args.label_smoothing_factor else share,
-        }
+        share = 0.0 if self.args.label_smoothing_factor else share
+        return {"attention_mask": inputs.get("attention_mask"), "router_share": share}
 
     def prediction_step(
         self,
@@ -279,15 +274,14 @@ class LongContext:
             return found
         model.eval()
         inputs = self._prepare_inputs(inputs)
-        batch = _batch(inputs, self.model.config)
-        loss = self._farspan().evaluate(*batch, **self._routing(inputs, 1.0)).detach()
-        if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:
-            loss = torch.full_like(
-                loss, torch.nan
-            )  # as the plain Trainer, whose mean leaves it out
+        batch = ids, _, documents = _batch(inputs, self.model.config)
+        trained = self._divisor(self._get_num_items_in_batch([inputs], ids.device), batch)
+        how = {"trained_tokens": max(1, trained), **self._routing(inputs, 1.0)}
+        loss = self._farspan().evaluate(*batch, **how).detach()
+        if trained == 0:  # as the plain Trainer, whose mean leaves it out
+            loss = torch.full_like(loss, torch.nan)
         if prediction_loss_only:
             return loss, None, None
-        ids, _, documents = batch
         labels = inputs["labels"]
         function = self._preprocess or self.preprocess_logits_for_metrics
         outputs: Any = self._farspan().from_logits(function, ids, labels, documents)
@@ -350,14 +344,20 @@ class LongContext:
         self, batch_samples: list[dict[str, Any]], device: torch.device
     ) -> Tensor | None:
         """Return the number of trained tokens in all batches of an update, by which its loss is
-        divided, or None if the user asks for the mean of each batch."""
+        divided, or None if the user asks for the mean of each batch. Like transformers, count first
+        labels of rows too for a model whose loss it does not know to shift them, such as GPT-2."""
         counts = batch_samples and "labels" in batch_samples[0]
         if not counts or not self.model_accepts_loss_kwargs:
             return None
-        found = (
-            trained_token_count(*_batch(inputs, self.model.config)[1:]) for inputs in batch_samples
-        )
-        return torch.tensor(self._of_replicas(sum(found)), device=device)
+        found, shifts = 0, getattr(self, "_loss_shifts_labels", True)  # not in older releases
+        for inputs in batch_samples:
+            _, labels, documents = _batch(inputs, self.model.config)
+            found += trained_token_count(labels, documents)
+            found += 0 if shifts else int((labels[:, 0] != IGNORED).sum())
+        return torch.tensor(self._of_replicas(found), device=device)
+
+    def _divisor(self, given: Tensor | int | None, batch: tuple[Any, ...]) -> int:
+        return self._of_replicas(trained_token_count(*batch[1:])) if given is None else int(given)
 
     def _of_replicas(self, mine: int) -> int:
         if self._ranks is None:

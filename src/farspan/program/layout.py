@@ -263,10 +263,10 @@ def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
     return replace(layer, state=tuple(state)) if layer.state else layer
 
 
-def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
+def refuse_shared_states(model: ModelSpec, layout: Layout, weights: Tier = Tier.DEVICE) -> None:
     """Raise UnsupportedError if ranks would share a sequence's tokens and a layer is recurrent, or
     would cut tensors that layers pass on besides the hidden state, or a layer chooses the tokens
-    that it attends to, or layers share weights."""
+    that it attends to, or layers share weights, which also stay on the device."""
     apart = layout.shards * layout.ring * layout.tensor
     if apart > 1 and any(layer.indexer for layer in model.layers):
         raise UnsupportedError(
@@ -283,6 +283,10 @@ def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
         raise UnsupportedError(
             f"parallel: layers of {model.name} share weights with one another, whose gradients "
             "ranks would not add up; use one device"
+        )
+    if model.shares and weights is Tier.HOST:
+        raise UnsupportedError(
+            "weights: layers that share weights cannot move to host one by one; set weights: device"
         )
     if (model.carried or model.embeds) and layout.tensor > 1:
         raise UnsupportedError(
