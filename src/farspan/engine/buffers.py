@@ -126,7 +126,10 @@ class ProgramBuffers:
         span = self._rows_of[buffer.kind][chunk]
         rows = self._make_rows(name, span, layer, is_slot(buffer))
         if buffer.kind not in (Kind.KV, Kind.DKV):
-            rows = {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
+            for part, tensor in rows.items():
+                count, batch, *rest = tensor.shape
+                shape = (*rest, count) if part == "lse" else (count, *rest)
+                rows[part] = tensor.view(batch, *shape)
         return self._keep(key, rows)
 
     def cell(self, name: str, chunk: int) -> Tensor:
@@ -164,13 +167,6 @@ class ProgramBuffers:
         buffer = self.program.buffers[name]
         assert buffer.tier is Tier.DEVICE, f"{name}: the CPU would not wait for copies"
         self.arenas[buffer.tier].view(buffer.address, (buffer.bytes,), torch.uint8).zero_()
-
-
-def _chunk_view(part: str, rows: Tensor) -> Tensor:
-    count, batch, *rest = rows.shape
-    if part == "lse":
-        return rows.view(batch, *rest, count)
-    return rows.view(batch, count, *rest)
 
 
 def is_slot(buffer: Buffer) -> bool:

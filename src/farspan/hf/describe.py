@@ -93,7 +93,9 @@ def _described(
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
         embeds=stages.carries[0].layout.again if stages.carries else 0,
-        shares=stages.shares_weights,
+        # Layers may share weights with one another, as Zamba's share an attention block.
+        shares=sum(len([*x.parameters()]) for x in stages.layers)
+        > len([*stages.layers.parameters()]),
     )
 
 

@@ -333,12 +333,6 @@ class CausalLMStages:
         return self.carries[0].layout.width if self.carries else self.hidden
 
     @property
-    def shares_weights(self) -> bool:
-        """True if layers share weights with one another, as Zamba's share an attention block."""
-        each = sum(len(list(layer.parameters())) for layer in self.layers)
-        return each > len(list(self.layers.parameters()))
-
-    @property
     def _embedding(self) -> Tensor:
         return cast(Tensor, self.model.get_input_embeddings().weight)
 
