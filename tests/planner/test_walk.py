@@ -159,6 +159,12 @@ def test_gradients_of_an_earlier_batch_are_predicted(name: str, dtype: torch.dty
     assert expected == pytest.approx(measured(step, 1, 192, accumulates=True), rel=EXACT)
 
 
+def test_calls_made_in_each_pass_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a longer sequence, whose rotary tables are not kept for all chunks."""
+    monkeypatch.setattr("farspan.spec.KEPT_CALLS", 191)
+    agree(Step(make("llama", torch.float32), in_chunks("grouped", 192)), 1, 192, EXACT)
+
+
 KINDS = (torch.float32, "grouped"), (torch.bfloat16, "oomb"), (WIDE, "memo")
 
 
