@@ -153,6 +153,13 @@ class Objective:
         """Return whether each step runs a forward of the reference model."""
         return self.reference in (Reference.FROZEN, Reference.ADAPTERS_OFF)
 
+    @property
+    def forwards(self) -> int:
+        """Return how many forwards each step runs without a backward: those of the reference model,
+        and in KTO of the policy over mismatched answers, which the reference sees as well."""
+        mismatched = self.kind is LossKind.KTO
+        return mismatched + self.evaluates * (1 + mismatched)
+
 
 class AttentionKernel(StrEnum):
     """The kernel for attention on CUDA: `auto` is the fastest, others are for comparisons."""

@@ -45,6 +45,7 @@ TOKENS = 500
 MODEL = {"tie_word_embeddings": True}
 DPO_STORED = Objective(LossKind.DPO, Reference.STORED)
 DPO_FROZEN = Objective(LossKind.DPO, Reference.FROZEN)
+KTO_FROZEN = Objective(LossKind.KTO, Reference.FROZEN)
 LOSSES = [
     Objective(LossKind.ORPO),
     DPO_STORED,
@@ -197,10 +198,24 @@ def test_a_step_takes_the_forward_of_its_reference_longer() -> None:
         assert both.host - alone.host == pytest.approx(issued)
 
 
+def test_kto_takes_the_forwards_of_mismatched_answers_longer() -> None:
+    """The policy's and, unless they are stored, those of the reference."""
+    schedule = Schedule(chunk=32, groups=(1, 2))
+
+    def seconds(*loss: Any) -> float:
+        asked = question(2**40, 2**40, loss=Objective(*loss))
+        return evaluate(asked, "grouped", schedule).seconds.total
+
+    stored = seconds(LossKind.DPO, Reference.STORED)
+    forward = seconds(LossKind.DPO, Reference.FROZEN) - stored
+    assert seconds(LossKind.KTO, Reference.STORED) == pytest.approx(stored + forward)
+    assert seconds(LossKind.KTO, Reference.FROZEN) == pytest.approx(stored + 3 * forward)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("loss", "overlap"),
-    part_of(product([DPO_STORED, DPO_FROZEN], [False, True]), (DPO_FROZEN, True)),
+    part_of(product([DPO_STORED, DPO_FROZEN, KTO_FROZEN], [False, True]), (DPO_FROZEN, True)),
 )
 def test_nothing_that_the_search_looked_at_is_better(
     loss: Objective, overlap: bool, monkeypatch: pytest.MonkeyPatch

@@ -88,16 +88,16 @@ class ScheduleGrid:
         return question.model.cut(question.loss)
 
     @property
-    def evaluates(self) -> bool:
-        """Return whether each step runs the forward of a reference model."""
-        return self.cell_prices.question.loss.evaluates
+    def forwards(self) -> int:
+        """Return how many forwards each step runs without a backward."""
+        return self.cell_prices.question.loss.forwards
 
     @cached_property
     def gathers(self) -> Array:
-        """Seconds per step of FSDP's collectives, including a reference model's, [splits, 1]."""
+        """Seconds per step of FSDP's collectives, in forwards alone as well, [splits, 1]."""
         found, prices = self.splits.gathers(self.cell_prices.prices), self.cell_prices.prices
-        if self.evaluates and not self.streams:
-            found = found + prices.gathered_once([self.splits.kind.layers])
+        if self.forwards and not self.streams:
+            found = found + self.forwards * prices.gathered_once([self.splits.kind.layers])
         return found
 
     @property
@@ -314,12 +314,12 @@ def _lane_seconds(grid: ScheduleGrid) -> tuple[Array, Array]:
     moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
     moved = moved.reshape(size, LINK, 3, choices)
     moved += cell_prices.once(("x", splits, kv_kept), lambda: _boundary_bytes(grid))
-    if grid.evaluates:
+    if forwards := grid.forwards:
         once, x = (
             cell_prices.once(("reference",), lambda: _reference_seconds(grid)),
             _reference_x(grid),
         )
-        work, moved = work + once[:, None], moved + x[..., None]
+        work, moved = work + forwards * once[:, None], moved + forwards * x[..., None]
     rates = np.array([cell_prices.prices.fetch_rate(), cell_prices.prices.evict_rate()])
     return work, np.asarray(moved / rates[:, None, None])
 

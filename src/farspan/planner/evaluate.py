@@ -396,11 +396,11 @@ def composed_seconds(
     ((_, program),) = programs(asked, replace(schedule, groups=sizes), keeping=kept)
     prices = Prices(asked, program, counts=counts)
     alone, waited = folded_time(prices, beside=update_overlaps(question))
-    if not question.loss.evaluates:
+    if not question.loss.forwards:
         return alone, waited, (program,)
     reference = _reference(asked, program)
     more, _ = folded_time(Prices(asked, reference, counts=counts), beside=False)
-    return alone + more, waited, (program, reference)
+    return alone + question.loss.forwards * more, waited, (program, reference)
 
 
 def _reference(question: Question, program: Program) -> Program:
@@ -546,10 +546,11 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     groups = [program.groups[group] for group in program.own_groups()]
     layers = groups[0][0], groups[-1][1]
     update = update_seconds(replace(question, model=stage_model(question.model, layers)))
-    if question.loss.evaluates:
+    if question.loss.forwards:
         reference = _reference(question, program)
         forward, more = _timeline(question, reference, beside=False, simulated=simulated)
-        line, sent = line.before(forward), sent + more
+        for _ in range(question.loss.forwards):
+            line, sent = line.before(forward), sent + more
     exposed = min(line.waited, update) if beside else update
     return Seconds(
         total=line.total + sent + exposed,

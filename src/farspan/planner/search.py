@@ -603,7 +603,7 @@ def _work(plan: Plan, schedule: Schedule) -> float:
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
     if loss.is_cut:
-        seconds += (1 + loss.evaluates) * float(lanes.values.sum())
+        seconds += (1 + loss.forwards) * float(lanes.values.sum())
     if schedule.sparse is not None:
         return seconds
     for layer in cell_prices.model.layers:

@@ -46,7 +46,7 @@ from farspan.report.tables import (
     lines_table,
     schedule_words,
 )
-from farspan.spec import PAIRS, Quantization, Reference, Tier
+from farspan.spec import PAIRS, LossKind, Quantization, Reference, Tier
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
@@ -372,9 +372,11 @@ def loss_words(plan: Plan) -> Iterator[str]:
         where = f"{where} {tier}"
     if loss.evaluates:
         where = f"{(whole - cut) / one:.1%} for {where}"
+    others = " and mismatched answers are read" if loss.kind is LossKind.KTO else ""
     yield (
         f"loss {loss.kind}: a step takes {whole / one - 1:.1%} longer than one pass of this "
-        f"schedule: {cut / one - 1:.1%} because log-probabilities come before the backward, {where}"
+        f"schedule: {cut / one - 1:.1%} because log-probabilities come before the backward{others}, "
+        f"{where}"
     )
     if loss.kind.row.format == PAIRS:
         yield "a pair of answers is priced as one document: real steps take less"
