@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src", ROOT / "packages" / "farspan-memory" / "src"
@@ -116,21 +117,15 @@ class Nursery:
     def __init__(self, preloaded: str, configuration: str = "", site: Path | None = None) -> None:
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([preloaded])
-        before = dict(os.environ)
         # Whether there is a GPU is asked of NVML, not of CUDA.
         theirs = environment(configuration, site) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        os.environ.clear()
-        os.environ.update(theirs)
-        try:
+        with mock.patch.dict(os.environ, theirs, clear=True):
             forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
 
     def warm(self) -> float:
         """Waits until everything is imported; the seconds that it took."""
         began = time.monotonic()
-        process = self._context.Process(target=_nothing)
+        process = self._context.Process()  # does nothing but to be there
         process.start()
         process.join()
         return time.monotonic() - began
@@ -159,10 +154,6 @@ class Nursery:
             words = "" if ended == "completed" else last_words(said)
             seconds = time.monotonic() - began
             return Outcome(ended, words, seconds, read_rows(rows), began - asked)
-
-
-def _nothing() -> None:
-    """A child that only shows that its imports are made."""
 
 
 def _work(work: Callable[[dict[str, Any]], None], settings: dict[str, Any], said: str) -> None:

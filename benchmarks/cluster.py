@@ -21,7 +21,7 @@ host that fits; Ulysses also without the last. All of them compute the head in p
 import argparse
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
@@ -148,17 +148,12 @@ class Coarse(Space):
                     yield Schedule(chunk, cut, kv=kv, kv_kept=kept, layer_checkpoint=checkpoint)
 
 
-def even_splits(layers: int, counts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Even splits into so many groups, as far as there are layers."""
-    found = dict.fromkeys(even(layers, count) for count in counts if count <= layers)
-    return tuple(found)
-
-
 def coarse_space(question: Question, parts: tuple[float, ...] = (0.0, 0.5, 1.0)) -> Coarse:
     """Of at most 64 chunks. A pipeline stage is one group: with more of them stages would wait for
     each other."""
     layers, tokens = len(question.model.layers), question.run.tokens
-    splits, staged = even_splits(layers, (1, 2, 4, 8, 16, layers)), question.layout.pipeline > 1
+    counts, staged = (1, 2, 4, 8, 16, layers), question.layout.pipeline > 1
+    splits = tuple(dict.fromkeys(even(layers, count) for count in counts if count <= layers))
     if staged:
         splits = whole_space(question).splits
     chunks = tuple(tokens // count for count in (64, 16, 4, 1))
@@ -337,13 +332,12 @@ def reach_table(cluster: Record) -> str:
 
 def mfu_table(cluster: Record) -> str:
     """MFU at 4M tokens, with N where the network takes over a tenth of the step."""
-    return _systems(cluster, lambda row: _mfu(row["at"][str(4 * MEGA)]))
 
+    def show(row: Record) -> str:
+        found = row["at"][str(4 * MEGA)]
+        return f"{100 * found['mfu']:.0f}%" + " N" * (found["network"] > 0.1) if found else "-"
 
-def _mfu(cell: Record | None) -> str:
-    if cell is None:
-        return "-"
-    return f"{100 * cell['mfu']:.0f}%" + (" N" if cell["network"] > 0.1 else "")
+    return _systems(cluster, show)
 
 
 def _systems(cluster: Record, show: Any) -> str:

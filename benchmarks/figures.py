@@ -117,32 +117,7 @@ def _draw_cells(axis: Any, orders: dict[tuple[int, int], list[str]]) -> None:
     axis.tick_params(length=0)
 
 
-# -- curves, and a step's lanes ------------------------------------------------------------------
-
-
-def draw_curves(record: Record) -> Any:
-    """Loss of every strategy over autograd's, and how far they are apart."""
-    reference = record["loss"]["autograd"]
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(7, 5), sharex=True, height_ratios=[2, 1], layout="constrained"
-    )
-    for index, (name, losses) in enumerate(record["loss"].items()):
-        style = (
-            {"lw": 4, "color": "#cccccc"}
-            if name == "autograd"
-            else {"lw": 1, "ls": (index, (4, 8))}
-        )
-        above.plot(losses, label=name, **style)
-        if name != "autograd":
-            below.plot(
-                [max(abs(a - b), 1e-9) for a, b in zip(losses, reference, strict=True)], lw=1
-            )
-    above.set_ylabel("loss, nats a byte")
-    above.legend(ncol=3, fontsize=8, frameon=False)
-    below.set_yscale("log")
-    below.set_ylabel("distance from autograd")
-    below.set_xlabel("step")
-    return figure
+# -- a step's lanes -------------------------------------------------------------------------------
 
 
 DRAWN = (
@@ -399,7 +374,6 @@ def main() -> None:
     drawn("grid", draw_grid(1, 3, (11, 4.2)))
     # 360 pixels wide, its type is 10 pixels high.
     drawn("grid-narrow", draw_grid(3, 1, (3.8, 10)))
-    drawn("curves", draw_curves(load("curves")))
     drawn("timeline", draw_timeline())
     drawn("fit-longest", draw_longest(fit))
     drawn("fit-bytes", draw_bytes(fit))

@@ -192,13 +192,8 @@ COMMANDS = (
 def commands() -> Iterator[dict[str, str]]:
     """What the command line answers."""
     for options in COMMANDS:
-        words = ["plan", *options.split()]
-        code = "from farspan.cli import main; main()"
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words],
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-m", "farspan", "plan", *options.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
         output = "\n".join(map(_wrapped, done.stdout.splitlines()))
         yield {"command": f"farspan plan {options}", "output": output}
 

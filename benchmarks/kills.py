@@ -67,10 +67,6 @@ SECONDS = 120.0  # that a start may take
 SPOKEN_STEPS, PATIENCE = 25, 10.0
 
 
-def _plain(run: RunConfig) -> RunConfig:
-    return run
-
-
 def _disk(run: RunConfig) -> RunConfig:
     model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)  # with masters
     return replace(run, model=model, optimizer=replace(run.optimizer, states=StatesPlace.DISK))
@@ -110,7 +106,7 @@ def _ranks(run: RunConfig, **layout: Any) -> RunConfig:
 
 
 MODES: dict[str, tuple[int, Callable[[RunConfig], RunConfig]]] = {
-    "states on the device": (1, _plain),
+    "states on the device": (1, lambda run: run),
     "states on a drive": (1, _disk),
     "weights on the host": (1, _host),
     "LoRA with dropout": (1, _lora),

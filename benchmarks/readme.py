@@ -2,7 +2,7 @@
 by model, card and way to train.
 
     python -m benchmarks.readme --out benchmarks/results/readme.json
-    python -m benchmarks.readme --page
+    python -m benchmarks.pages readme index
 
 All is planned, by the rates of presets, and leaves the margin that plans leave by default. Weights
 and states are where they let the context be longest: on the device, states in main memory, weights
@@ -16,14 +16,12 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.fit import cell
-from benchmarks.tables import DOCS, ROOT, Record, grid, load, reach, save, write
+from benchmarks.tables import Record, grid, reach, save
 from farspan.ask import Request
 from farspan.planner.plans import LEAST, longest_contexts
 from farspan.planner.request import Question
 from farspan.program.strategies import GROUPED
 from farspan.spec import VERSION, UnsupportedError
-
-PAGES = (ROOT / "README.md", DOCS / "index.md")
 
 MODELS = ("Qwen3-8B", "GPT-OSS-20B", "Qwen3-32B", "Llama-3.1-70B")
 MAX_STEP = 600.0  # seconds
@@ -99,12 +97,7 @@ def tables(record: Record) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--out", type=Path, help="result file to write")
-    parser.add_argument("--page", action="store_true", help="put the table into the page")
     arguments = parser.parse_args()
-    if arguments.page:
-        for page in PAGES:
-            write(page, tables(load("readme")))
-        return
     record = {
         "about": "planned on presets' rates; the longest context whose step takes at most max_step",
         "date": datetime.now(UTC).date().isoformat(),

@@ -1,7 +1,7 @@
 """Time a training step beside Hugging Face's own path, in one run.
 
-    python benchmarks/step.py [--out FILE] [--tokens N] [--repeats R]
-                               [--short | --streamed | --logprobs]
+    python -m benchmarks.step [--out FILE] [--tokens N] [--repeats R]
+                              [--short | --streamed | --logprobs]
 
 Both train the same Qwen2-shaped model with the same weights on the same tokens. The baseline is
 what a Hugging Face user has: SDPA attention, gradient checkpointing, the model's own loss. The two
@@ -21,7 +21,6 @@ step of the same loss, of a model of eight layers in eight groups.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -39,6 +38,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.agreement import SMALL as MODEL
+from benchmarks.tables import save
 from farspan import Schedule, Step, strategy
 from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import describe_machine
@@ -48,17 +49,6 @@ from farspan.spec import Tier
 from farspan.train.config import OptimizerConfig, StatesPlace
 from farspan.train.optimizer import TrainingOptimizer
 
-MODEL: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1 << 20,
-}
-
-
 DEEP = 8  # layers, and groups, of a model whose log-probabilities are asked for
 
 
@@ -67,20 +57,19 @@ def make_model(**changes: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**MODEL | changes)).train()
 
 
-def checkpointed() -> Qwen2ForCausalLM:
-    """The model as the Hugging Face path trains it."""
+def plain() -> Qwen2ForCausalLM:
+    """The model as the Hugging Face path trains it where all activations fit."""
     model = make_model()
     model.set_attn_implementation("sdpa")
-    # transformers is renaming this; both names take the same settings.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
     return model
 
 
-def plain() -> Qwen2ForCausalLM:
-    """The model as that path trains it where all activations fit."""
-    model = make_model()
-    model.set_attn_implementation("sdpa")
+def checkpointed() -> Qwen2ForCausalLM:
+    """The model as that path trains it otherwise."""
+    model = plain()
+    # transformers is renaming this; both names take the same settings.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     return model
 
 
@@ -99,8 +88,8 @@ def baseline(
     return step
 
 
-def farspan_step(ids: Tensor, schedule: Schedule) -> Callable[[], float]:
-    model = make_model()
+def farspan_step(ids: Tensor, schedule: Schedule, **changes: int) -> Callable[[], float]:
+    model = make_model(**changes)
     run = Step(model, schedule)
 
     def step() -> float:
@@ -110,15 +99,13 @@ def farspan_step(ids: Tensor, schedule: Schedule) -> Callable[[], float]:
     return step
 
 
-def deep_step(ids: Tensor, schedule: Schedule, *, apart: bool) -> Callable[[], float]:
-    """In one pass, or `apart`: the log-probabilities first."""
-    model = make_model(num_hidden_layers=DEEP)
+def logprobs_step(ids: Tensor, schedule: Schedule, **changes: int) -> Callable[[], float]:
+    """The log-probabilities first, then a backward from them."""
+    model = make_model(**changes)
     run = Step(model, schedule)
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
-        if not apart:
-            return float(run(ids, ids))
         logprobs = run.logprobs(ids)
         loss = -logprobs.sum() / (ids.numel() - len(ids))
         loss.backward()
@@ -227,8 +214,8 @@ def contenders(ids: Tensor, kind: str) -> tuple[Contenders, dict[str, Schedule]]
     resident = replace(plans["attention_save_fraction"], groups=1)
     if kind == "logprobs":
         makers: Contenders = {
-            "one pass": partial(deep_step, ids, resident, apart=False),
-            "logprobs": partial(deep_step, ids, resident, apart=True),
+            "one pass": partial(farspan_step, ids, resident, num_hidden_layers=DEEP),
+            "logprobs": partial(logprobs_step, ids, resident, num_hidden_layers=DEEP),
         }
         return makers, {"one pass": resident}
     if kind == "short_step":
@@ -305,18 +292,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the record to this file")
     kinds = parser.add_mutually_exclusive_group()
-    for kind, what in (
-        ("short_step", "short"),
-        ("streamed_step", "streamed"),
-        ("logprobs", "logprobs"),
-    ):
-        kinds.add_argument(
-            f"--{what}", action="store_const", const=kind, dest="kind", default="step"
-        )
+    for kind in [*BASELINES][1:]:
+        option = f"--{kind.removesuffix('_step')}"
+        kinds.add_argument(option, action="store_const", const=kind, dest="kind", default="step")
     given = parser.parse_args()
     record = measure(given.tokens, given.repeats, given.kind)
-    if given.out is not None:
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(given.out, record)
     for name, times in record["seconds"].items():
         ratio = record["ratio"].get(name, 1.0)
         print(f"{name:22} {min(times):8.2f} s   {ratio:5.2f} of {next(iter(record['seconds']))}")

@@ -20,29 +20,25 @@ def test_step_trains_the_same_on_both_sides() -> None:
         assert loss == pytest.approx(record["loss"]["huggingface"], rel=1e-5)
 
 
-# Each script in a process as `python benchmarks/SCRIPT.py` or `python -m MODULE` makes it, but that
-# what takes seconds to import is there: it is forked from one that has imported it.
+# Each script in a process as `python -m MODULE` makes it, but that what takes seconds to import is
+# there: it is forked from one that has imported it.
 BEGUN = """
 import os, runpy, sys
 import farspan.engine.verify, farspan.hf.load, farspan.train.trainer
-root = sys.path[0] = os.getcwd()
+sys.path[0] = os.getcwd()
 for script in sys.argv[1:]:
     child = os.fork()
     if not child:
-        by_path = script.endswith(".py")
         sys.argv = [script, "--help"]
-        sys.path[0] = os.path.join(root, "benchmarks") if by_path else root
-        run = runpy.run_path if by_path else runpy.run_module
-        run(script, run_name="__main__", **({} if by_path else {"alter_sys": True}))
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
     assert os.waitpid(child, 0)[1] == 0, script
 """
 
 
 @pytest.mark.exhaustive
 def test_scripts_run() -> None:
-    scripts = ["benchmarks/step.py"]
-    scripts += ["benchmarks.agreement", "benchmarks.sparse.retrieval"]
-    scripts += ["benchmarks.sparse.evidence"]
+    scripts = ["benchmarks.step", "benchmarks.cells", "benchmarks.agreement"]
+    scripts += ["benchmarks.sparse.retrieval", "benchmarks.sparse.evidence"]
     command = [sys.executable, "-c", BEGUN, *scripts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.count("--out OUT") >= len(scripts)
@@ -56,6 +52,33 @@ def test_log_probabilities_cost_what_the_page_says() -> None:
     assert ratio <= 1.05
     assert memory <= 1.02
     assert f"took {ratio:.2f} times the processor seconds of one pass, and {memory:.3f}" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("short_step", "step takes {:.2f} of the CPU seconds of transformers without"),
+        ("short_step_8k", "At 8K tokens it takes {:.2f},"),
+    ],
+)
+def test_short_steps_take_what_their_page_says(name: str, words: str) -> None:
+    ratio = load(name)["cpu_ratio"]["one chunk"]
+    page = (ROOT / "docs" / "evidence" / "performance.md").read_text("utf-8")
+    assert ratio <= 1.02
+    assert words.format(ratio) in " ".join(page.split())
+
+
+def test_cells_take_what_their_page_says() -> None:
+    record = load("cells")
+    rows = record["cpu_microseconds_a_cell"].values()
+    before, now = ("; ".join(f"{row[when]:,.0f}" for row in rows) for when in ("before", "now"))
+    assert all(row["now"] < row["before"] for row in rows)
+    row = (
+        "| CPU microseconds of a cell (forward, forward again, backward) of models 16 wide with 2; "
+        f"4; 8 layers, in chunks of 4 tokens: at commit {record['before']}; now | {before}; {now} "
+        "| `cells.json` |"
+    )
+    assert row in checkpoints.PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_kills_are_as_many_as_their_page_says() -> None:

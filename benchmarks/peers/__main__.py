@@ -21,15 +21,18 @@ def record(names: list[str]) -> Iterator[Record]:
     for name, missing in skipped.items():
         print(f"{name}: skipped, for {', '.join(missing)} is not installed", flush=True)
     here = [name for name in names if name not in skipped]
-    nursery = Nursery(PRELOADED)
-    rows = []
+    packages = sorted({package for name in here for package in WAYS[name].packages})
+    nursery, rows = Nursery(PRELOADED), []
     for name in here:
         for case in cases(name):
             rows.append(rows_of(nursery, name, case))
             print(page.words(rows[-1]), flush=True)
         yield about() | {
-            "packages": {each: version(each) for each in packages_of(here)},
-            "ways": {each: ways_of(each) for each in here[: here.index(name) + 1]},
+            "packages": {package: version(package) for package in packages},
+            "ways": {
+                each: {"calls": WAYS[each].calls, "ranks": WAYS[each].ranks}
+                for each in here[: here.index(name) + 1]
+            },
             "skipped": skipped,
             "rows": rows,
         }
@@ -44,14 +47,6 @@ def about() -> Record:
         "models": {name: {"model_type": kind, **more} for name, (kind, more) in MODELS.items()},
         "batches": {name: list(lengths) for name, lengths in BATCHES.items()},
     }
-
-
-def packages_of(names: list[str]) -> list[str]:
-    return sorted({package for name in names for package in WAYS[name].packages})
-
-
-def ways_of(name: str) -> Record:
-    return {"calls": WAYS[name].calls, "ranks": WAYS[name].ranks}
 
 
 def cases(name: str) -> list[Case]:

@@ -1,6 +1,7 @@
 """Lay what the planner says beside what three papers published.
 
-python -m benchmarks.record --out benchmarks/results/record.json [--page docs/evidence/record.md]
+python -m benchmarks.record --out benchmarks/results/record.json
+python -m benchmarks.pages record
 """
 
 import argparse
@@ -10,7 +11,7 @@ from typing import Any
 
 from benchmarks.record import page
 from benchmarks.record.cells import Cell, misses
-from benchmarks.tables import save, write
+from benchmarks.tables import save
 
 
 def record(cells: list[Cell]) -> dict[str, Any]:
@@ -26,13 +27,10 @@ def record(cells: list[Cell]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.record", description=__doc__)
     parser.add_argument("--out", type=Path, help="result file to write")
-    parser.add_argument("--page", type=Path, help="page whose tables are to be written anew")
     arguments = parser.parse_args()
     cells = page.all_cells()
     tables = page.tables(cells)
     save(arguments.out, record(cells))
-    if arguments.page:
-        write(arguments.page, tables)
     for name in ("summary", "calibration"):
         print(tables[name], end="\n\n")
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.ranks.measure import MODEL as RANKS
 from benchmarks.tables import save
 from farspan import Schedule, Sparse, Step, Tier
 from farspan.engine.memory import PeakMemory
@@ -37,15 +38,10 @@ LENGTHS = {
 }
 QUICK = dict.fromkeys(SCHEDULES, (1024, 2048, 4096))
 RUNS = 2
-MODEL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 344,
+MODEL: dict[str, Any] = RANKS | {
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 2**20,
 }
 
 

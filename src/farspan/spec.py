@@ -449,6 +449,9 @@ class MachineSpec:
         return self.unified and not self.processors
 
 
+KEPT_CALLS = 2**14  # tokens: 8 MiB of rotary tables in bf16 for heads of 128
+
+
 @dataclass(frozen=True, slots=True)
 class RunSpec:
     """The sizes of one step: batch and tokens."""
@@ -462,6 +465,11 @@ class RunSpec:
                 raise UnsupportedError(
                     f"{field}: expected a whole number of at least 1, got {value!r}"
                 )
+
+    def keeps_calls(self) -> bool:
+        """Return whether a step keeps what it calls layers with besides hidden states, such as
+        rotary tables, for all chunks. Else it keeps those of one chunk, and makes them again."""
+        return self.batch * self.tokens <= KEPT_CALLS
 
 
 MEAN, SUBMEANS, INDEX = "mean", "submeans", "index"

@@ -1,6 +1,7 @@
 """Views of an arena: where they are, what they share and what they do not."""
 
 import mmap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farspan.engine import buffers as buffers_module
 from farspan.engine import tiers as arena_module
-from farspan.engine.tiers import Arena
-from farspan.spec import Tier
+from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.tiers import Arena, CopyEngine
+from farspan.program.builder import build_program
+from farspan.program.strategies import strategy
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Tier
 
 CPU = torch.device("cpu")
 STATM = Path("/proc/self/statm")
@@ -58,10 +63,28 @@ def test_writing_one_view_leaves_the_others_unmodified_to_autograd() -> None:
     assert torch.equal(gradient, torch.full((4,), 3.0, dtype=torch.float64))
 
 
-def test_a_view_that_is_asked_for_again_has_its_own_version() -> None:
+NAME = "attention.0"  # a buffer with O of all chunks
+
+
+def buffers(slabs: dict[Tier, Arena]) -> ProgramBuffers:
+    """Those of a small program, in slabs that are large enough."""
+    model = ModelSpec("m", 8, 16, (LayerSpec(2, 2, 4, 4),) * 2, 8)
+    schedule = replace(strategy("grouped", 2, 16), chunk=4, groups=2)
+    program = build_program(model, RunSpec(1, 16), schedule)
+    for tier, slab in slabs.items():
+        slab.reserve(program.arena_bytes[tier])
+    return ProgramBuffers(program, slabs, torch.float64, CopyEngine(CPU))
+
+
+@pytest.fixture
+def slabs() -> dict[Tier, Arena]:
+    return {tier: Arena(tier, CPU) for tier in Tier}
+
+
+def test_a_view_that_is_asked_for_again_has_its_own_version(slabs: dict[Tier, Arena]) -> None:
     """A slot is filled anew while a graph still names what it saved there."""
-    slab = arena(64)
-    first, second = (slab.view(0, (8,), torch.float64) for _ in range(2))
+    made = buffers(slabs)
+    first, second = (made.chunk(NAME, 0, 0)["out"] for _ in range(2))
     first.fill_(1)
     version = first._version
     second.fill_(2)
@@ -70,34 +93,50 @@ def test_a_view_that_is_asked_for_again_has_its_own_version() -> None:
 
 
 @pytest.mark.parametrize("grows", [True, False])
-def test_a_view_is_of_the_present_block(grows: bool) -> None:
-    slab = arena(64)
-    old = slab.view(0, (8,), torch.float64).fill_(1)
-    if not grows:
-        slab.release()
-    slab.reserve(128)
-    slab.poison()
-    assert bool(slab.view(0, (8,), torch.float64).isnan().all())
+def test_a_view_is_of_the_present_block(grows: bool, slabs: dict[Tier, Arena]) -> None:
+    made = buffers(slabs)
+    old = made.chunk(NAME, 0, 0)["out"].fill_(1)
+    for slab in slabs.values():
+        size = slab.nbytes
+        if not grows:
+            slab.release()
+        slab.reserve(size + grows)
+        slab.poison()
+    assert bool(made.chunk(NAME, 0, 0)["out"].isnan().all())
     assert torch.equal(old, torch.ones_like(old))
 
 
-def test_a_view_first_asked_for_in_inference_mode_can_be_saved_for_a_backward() -> None:
-    slab = arena(64)
+def test_a_view_first_asked_for_in_inference_mode_can_be_saved_for_a_backward(
+    slabs: dict[Tier, Arena],
+) -> None:
+    made = buffers(slabs)
     with torch.inference_mode():
-        slab.view(0, (8,), torch.float64).fill_(3)
-    weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
-    (weight * slab.view(0, (8,), torch.float64)).sum().backward()
+        made.chunk(NAME, 0, 0)["out"].fill_(3)
+    view = made.chunk(NAME, 0, 0)["out"]
+    weight = torch.ones_like(view, requires_grad=True)
+    (weight * view).sum().backward()
     assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.full((8,), 3.0, dtype=torch.float64))
+    assert torch.equal(weight.grad, torch.full_like(view, 3.0))
 
 
-def test_views_beyond_those_kept_are_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "VIEWS_KEPT", 3)
-    slab = arena(64)
-    slab.view(0, (64,), torch.uint8).copy_(torch.arange(64))
-    for _ in range(2):
-        assert [int(slab.view(at, (1,), torch.uint8)) for at in range(64)] == list(range(64))
-    assert len(slab._views) <= 3
+def test_views_beyond_those_kept_are_as_right(
+    slabs: dict[Tier, Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers_module, "VIEWS_KEPT", 2)
+    made = buffers(slabs)
+    chunks = range(len(made.program.chunks))
+    assert len(chunks) > 2
+    for chunk in chunks:
+        made.chunk(NAME, chunk, 0)["out"].fill_(chunk)
+    assert [int(made.chunk(NAME, chunk, 0)["out"].unique()) for chunk in chunks] == list(chunks)
+    assert len(made._views) <= 2
+
+
+def test_views_go_with_what_keeps_them(slabs: dict[Tier, Arena]) -> None:
+    made = buffers(slabs)
+    made.chunk(NAME, 0, 0)
+    del made
+    assert not any(slab.kept for slab in slabs.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,20 +7,20 @@ ARENA = "tests/engine/test_arena.py::"
 KEPT = (
     Fault(
         "arena: views stay when their block is released",
-        "self._views.clear()\n        self._block =",
-        "self._block =",
+        "views.clear()\n        self._block =",
+        "pass\n        self._block =",
         (f"{ARENA}test_a_view_is_of_the_present_block",),
     ),
     Fault(
         "arena: two who ask for a view share its version",
-        "return found.data",
-        "return found",
+        "return {part: view.data for part, view in self._chunk(name, chunk, layer).items()}",
+        "return self._chunk(name, chunk, layer)",
         (f"{ARENA}test_a_view_that_is_asked_for_again_has_its_own_version",),
     ),
     Fault(
         "arena: a view of an evaluation cannot be saved by a step",
-        "with torch.inference_mode(False):\n                found =",
-        "if True:\n                found =",
+        "with torch.inference_mode(False):  # a backward",
+        "if True:  # a backward",
         (f"{ARENA}test_a_view_first_asked_for_in_inference_mode_can_be_saved_for_a_backward",),
     ),
     Fault(
@@ -28,6 +28,18 @@ KEPT = (
         "if len(self._views) == VIEWS_KEPT:",
         "if False:",
         (f"{ARENA}test_views_beyond_those_kept_are_as_right",),
+    ),
+    Fault(
+        "stages: what is written into embeddings is not seen",
+        "return self.hidden is out and out._version == version",
+        "return self.hidden is out",
+        ("tests/hf/test_lookup.py::test_what_a_decoder_writes_into_its_embeddings_is_seen",),
+    ),
+    Fault(
+        "stages: all first layers are given what the table holds",
+        "self._once(LOOKUP, record.is_lookup)",
+        "self._once(LOOKUP, lambda: True)",
+        ("tests/hf/test_lookup.py::test_a_family_embeds_to_the_same_bits",),
     ),
     Fault(
         "stages: shells of one step stay for the next",

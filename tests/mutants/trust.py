@@ -412,8 +412,8 @@ TRUST = (
     ),
     Fault(
         "losses: KTO's answers come from the sequence itself",
-        "corpus.train.batch([first + (index - first - 1) % size])",
-        "corpus.train.batch([first + (index - first) % size])",
+        "(*chosen[place - 1 :: -1], *chosen",
+        "(*chosen[place::-1], *chosen",
         ("tests/train/test_kto.py::test_a_run_has_trl_s_numbers",),
     ),
     Fault(

@@ -118,7 +118,7 @@ def test_a_run_is_the_plain_trainer_s(make: Make, collate: Any) -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("accepts", [True, False])
-def test_a_loss_is_divided_by_the_labels_that_transformers_counts(
+def test_a_loss_is_divided_by_transformers_count(
     make: Make, smoothing: float, accepts: bool
 ) -> None:
     """Of GPT-2, whose loss it does not know to shift labels, each row's first one as well."""

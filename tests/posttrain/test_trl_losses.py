@@ -29,6 +29,7 @@ from trl import (
 )
 
 import farspan
+from farspan.hf.probe import Float64Mode
 from farspan.posttrain import trainer as hf_trainer
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.data.characters import character_tokenizer
@@ -206,6 +207,36 @@ def test_a_run_is_trl_s_own(make: Make, case: str) -> None:
         trainer.train()
         runs.append(trainer)
     assert_same_logs(runs[1], runs[0])
+
+
+def test_rloo_has_the_gradients_of_its_formula(make: Make) -> None:
+    """In float64: the clipped ratio of whole answers, by the model's own logits and autograd."""
+    trainer = make(RLOOTrainer, is_long=True)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 200, (4, 14), generator=draw)
+    masks = torch.ones(4, 5), torch.tensor([[1.0] * n + [0.0] * (9 - n) for n in (9, 4, 7, 1)])
+    plain: Any = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
+    plain.set_attn_implementation("eager")
+    read = torch.cat(masks, 1)
+    with Float64Mode():
+        logits = plain(input_ids=ids, attention_mask=read).logits[:, 4:-1] / trainer.temperature
+    logps = logits.log_softmax(-1).gather(2, ids[:, 5:, None])[..., 0]
+    sums = (logps * masks[1]).sum(1)
+    # Within the clipped range, above it and below it, and above it with a falling answer.
+    old = sums.detach() - torch.tensor([0.1, 0.5, -0.4, 0.6], dtype=torch.float64)
+    advantages = torch.tensor([0.7, 1.3, -0.9, -1.1], dtype=torch.float64)
+    ratio = (sums - old).exp()
+    expected = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    with Float64Mode():
+        expected.backward()
+    given = {"prompt_ids": ids[:, :5], "completion_ids": ids[:, 5:], "old_logps": old}
+    given |= {"prompt_mask": masks[0].long(), "completion_mask": masks[1].long()}
+    with Float64Mode():
+        found = trainer._compute_loss(trainer.model, {**given, "advantages": advantages})
+        found.backward()
+    assert_exact(found.detach(), expected.detach())
+    for one, other in zip(trainer.model.parameters(), plain.parameters(), strict=True):
+        assert_exact(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from farspan.program.layout import Parallel
 from farspan.spec import Reference, UnsupportedError
 from farspan.train.config import DType, LoraConfig, ModelConfig, OptimizerConfig, RunConfig
 from farspan.train.optimizer import learning_rate
+from farspan.train.step_runner import Batches
 from farspan.train.trainer import train
 from tests.data.characters import character_tokenizer
 from tests.grids import exhaustive
@@ -52,6 +54,7 @@ ANSWERS = [
     }
     for n in range(20)
 ]
+ALONE = SimpleNamespace(replicas=1, replica=0)
 NAMES = "loss", "kl", "rewards/chosen", "rewards/rejected", "margin"
 
 
@@ -193,6 +196,40 @@ def test_an_update_is_one_batch_however_it_is_cut(tmp_path: Path) -> None:
 def test_one_sequence_has_no_other_prompts(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"^accumulate: kto needs several sequences"):
         train(kto_run(tmp_path, batch=1, accumulate=1), reporter=Quiet())
+
+
+@pytest.mark.parametrize("reference", [Reference.FROZEN, Reference.STORED])
+@pytest.mark.parametrize(("count", "held_out", "field"), [(1, 0.0, "path"), (3, 0.34, "held_out")])
+def test_an_answer_alone_has_no_other_prompt(
+    tmp_path: Path, reference: Reference, count: int, held_out: float, field: str
+) -> None:
+    """It would be paired with its own, which makes the divergence its own reward."""
+    run = kto_run(tmp_path, records=ANSWERS[:count])
+    run = replace(run, data=replace(run.data, held_out=held_out))
+    run = replace(run, loss=replace(run.objective, reference=reference))
+    with pytest.raises(UnsupportedError, match=rf"^data\.{field}: kto pairs .* give more records"):
+        train(run, reporter=Quiet())
+    assert not (Path(run.folder) / "metrics.jsonl").exists()
+
+
+def test_no_answer_is_paired_with_its_own_prompt(tmp_path: Path) -> None:
+    """Where an epoch ends with the answer that begins the next, others are taken."""
+    records = [{**record, "completion": "yes " * 12} for record in ANSWERS[:3]]
+    run = kto_run(tmp_path, records=records, batch=2, accumulate=1)
+    run = replace(run, data=replace(run.data, held_out=0.0))
+    corpus = corpus_of(run)
+    assert corpus.sequences_per_epoch() == 3
+    given: Any = SimpleNamespace(run=run, corpus=corpus, world=ALONE)
+    batches = Batches(given)
+    repeated = 0
+    for number in range(300):
+        rows = corpus.train.batch([2 * number, 2 * number + 1]).answers
+        own, beside = (row[0].number for row in rows)
+        found = batches.before(2 * number, own, "train").answers[0][0].number
+        assert found != own
+        assert found == beside or beside == own
+        repeated += beside == own
+    assert repeated
 
 
 @pytest.mark.parametrize("format", ["preference", "prompt"])

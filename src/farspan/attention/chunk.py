@@ -12,7 +12,7 @@ have fewer tokens than q, and tokens of keys stand for rows of this rank's keys.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -61,9 +61,16 @@ class AttentionCall:
     kernel: BlockKernel  # from select_kernel, with the same softcap
     k_start: int | None = None  # first row of the chunk's own keys; None: q_start, keys are whole
     fused: bool = False  # farspan's kernels join parts, if the device has them
+    # Blocks on the chunk's own keys, and reads of earlier keys; made from `blocks`.
+    own: tuple[Block, ...] = field(init=False)
+    visits: tuple["_Visit", ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
+        own = (block for block in self.blocks if block.k_start >= self.own_start)
+        split = tuple(tile for block in own for tile in self.kernel.split(block))
+        object.__setattr__(self, "own", split)
+        object.__setattr__(self, "visits", tuple(_visits(self)))
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
         """Return whether a fused kernel may merge a block's result `part` into the chunk's `whole`:
@@ -106,7 +113,6 @@ def attend(
     return out.to(q.dtype), lse
 
 
-@torch.no_grad()
 def attend_blocks(
     call: AttentionCall,
     q: Tensor,
@@ -120,13 +126,12 @@ def attend_blocks(
     several, out has the accumulate dtype, or q's dtype if `narrow` allows it and a fused kernel
     merges the last block. A query that sees no key of this rank has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
-    if not call.fused and any(_visits(call)):
+    if not call.fused and call.visits:
         # A chunk of one block needs no sum, hence no wider output. The narrow one is freed here.
         out = out.to(lse.dtype)
     return attend_earlier(call, q, (out, lse), key_values, narrow=narrow)
 
 
-@torch.no_grad()
 def attend_earlier(
     call: AttentionCall,
     q: Tensor,
@@ -138,7 +143,7 @@ def attend_earlier(
     """Merge attention to earlier keys into `attended` (out, lse), and return the result. An out in
     the accumulate dtype is changed in place. With `narrow` the result's out has q's dtype if a
     fused kernel merges the last block."""
-    joined, visits = _Joined(call, *attended), list(_visits(call))
+    joined, visits = _Joined(call, *attended), call.visits
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
         for block in visit.blocks:
@@ -174,7 +179,7 @@ def attend_backward(
     dtype = accumulate_dtype(q.dtype)
     of_queries = BackwardQueries(dout, q, *attended)
     dq = _BlockSum(q, dtype, call)
-    own = _Visit(call.own_start, call.own_start + k.shape[2], slice(0, None), _own_blocks(call))
+    own = _Visit(call.own_start, call.own_start + k.shape[2], slice(0, None), call.own)
     dk, dv = _gradients(call, of_queries, k, v, own, dq)
     _earlier_gradients(call, of_queries, key_values, dq, narrow=narrow)
     dsinks = None if sinks is None else sink_gradient(dout, *attended, sinks)
@@ -272,7 +277,7 @@ def _earlier_gradients(
     *,
     narrow: bool = False,
 ) -> None:
-    visits = list(_visits(call))
+    visits = call.visits
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
         last = narrow and visit is visits[-1]
@@ -294,7 +299,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv summed over the blocks of a visit, and add the blocks' dq to `dq`. If no
     visit follows (`last`), the sum `dq` may get the inputs' dtype."""
-    dk, dv = (_BlockSum(x[visit.rows], dq.dtype, call) for x in (keys, values))
+    every = visit.rows == slice(0, None)
+    dk, dv = (_BlockSum(x if every else x[visit.rows], dq.dtype, call) for x in (keys, values))
     # A visit of several row ranges has all rows, so its rows count from 0.
     first_row = visit.rows.start
     for block in visit.blocks:
@@ -313,7 +319,7 @@ def _gradients(
 
 
 def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = _own_blocks(call)
+    blocks = call.own
     if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
         seen = _of_block(call, q, k, v, blocks[0], call.own_start)
         out, lse = call.kernel.forward(*seen, blocks[0], call.scale)
@@ -351,16 +357,17 @@ def _of_block(
 
 def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
     first = call.q_start - block.shift
-    return x[block.rows, :, block.q_start - first : block.q_stop - first]
+    return _part(x, block, block.q_start - first, block.q_stop - first)
 
 
 def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
-    return x[block.rows, :, block.k_start - first_key : block.k_stop - first_key]
+    return _part(x, block, block.k_start - first_key, block.k_stop - first_key)
 
 
-def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
-    blocks = (block for block in call.blocks if block.k_start >= call.own_start)
-    return tuple(tile for block in blocks for tile in call.kernel.split(block))
+def _part(x: Tensor, block: Block, start: int, stop: int) -> Tensor:
+    if start == block.row_start == 0 and block.row_stop is None and stop == x.shape[2]:
+        return x  # a slice takes 3 microseconds
+    return x[block.rows, :, start:stop]
 
 
 def _visits(call: AttentionCall) -> Iterator[_Visit]:

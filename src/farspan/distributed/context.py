@@ -2,7 +2,7 @@
 broadcasting weights that it alone has loaded."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -302,7 +302,10 @@ class Rank0Weights:
             same.add(shapes)
         # Dtypes and ties follow the loaded model: some families keep some weights wider, and a head
         # that the files store apart from the embeddings is not tied to them.
-        forms, ties = run_on_rank0(lambda: (_forms(named), _ties(named, places)))
+        forms = {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in named.items()}
+        firsts = {id(p): name for name, p in named.items()}
+        ties = {name: firsts[id(p)] for name, p in places.items()}  # tied ones share their first
+        forms, ties = run_on_rank0(lambda: (forms, ties))
         blanks = {
             name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), trained)
             for name, (shape, dtype, trained) in forms.items()
@@ -351,16 +354,6 @@ def broadcast_from_rank0(
 
     weights.give(keep)
     put(replacements(model, wholes))
-
-
-def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, WeightForm]:
-    return {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in named.items()}
-
-
-def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return, for every name of a parameter, the parameter's first name; tied ones share it."""
-    first = {id(p): name for name, p in named.items()}
-    return {name: first[id(p)] for name, p in places.items()}
 
 
 def _broadcast_buffers(ranks: ParallelContext, model: nn.Module) -> None:

@@ -245,7 +245,10 @@ class FailureDetector:
             waited = _of_a_collective(error)
             fault = self._wait_for_cause() if waited else None
             self._store.set(f"word/{self.rank}", words)
-            fault = fault or self._claim(self._store, self._own_fault(error, words))
+            # A timeout is no fault of this rank's: it blames another one.
+            is_late = isinstance(error, RuntimeError) and "Timed out" in str(error)
+            cause = f"waited for another rank {_TOO_LONG}" if is_late else words
+            fault = fault or self._claim(self._store, Fault(self.rank, cause))
             # If another rank's error says that this one came too late, the others know better why.
             if fault.cause != words and (fault.rank != self.rank or waited):
                 return fault.error()
@@ -293,12 +296,6 @@ class FailureDetector:
         else:
             why = f"its process {home.process} exists, but {_status(home.process)}"
         return Fault(rank, f"{SILENT}: {why}")
-
-    def _own_fault(self, error: BaseException, words: str) -> Fault:
-        """Return this rank's fault: the message `words`, but a timeout blames another rank."""
-        if not _is_timeout(error):
-            return Fault(self.rank, words)
-        return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
 
     def _wait_for_cause(self) -> Fault | None:
         """Return the cause of a failed collective: the fault of a rank that failed or was late.
@@ -483,10 +480,6 @@ def _of_a_collective(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
-
-
-def _is_timeout(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "Timed out" in str(error)
 
 
 def _status(process: int) -> str:

@@ -116,7 +116,8 @@ class Ring:
         dq, dk, dv, _ = attend_backward(call, dout, q, k, v, attended, key_values)
         sums = None
         for source, rows in others:
-            rows.want_gradients()
+            dtype = accumulate_dtype(k.dtype)
+            rows.gradients = tuple(torch.zeros_like(x, dtype=dtype) for x in (rows.k, rows.v))
             dq += attend_earlier_backward(self._call(call, source), dout, q, attended, rows)
             if sums is not None:
                 rows.add(*sums.wait())
@@ -183,10 +184,6 @@ class _PeerRows:
     k: Tensor
     v: Tensor
     gradients: tuple[Tensor, ...] = ()
-
-    def want_gradients(self) -> None:
-        dtype = accumulate_dtype(self.k.dtype)
-        self.gradients = tuple(torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         k, v = (x[start:stop].permute(1, 2, 0, 3) for x in (self.k, self.v))

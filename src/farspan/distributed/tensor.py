@@ -30,6 +30,7 @@ from farspan.distributed.tensor_plan import (
     WideModule,
 )
 from farspan.hf.edits import layer_signature
+from farspan.hf.probe import distance
 from farspan.hf.swap import Module, StandIn, put, shell_of
 from farspan.spec import UnsupportedError
 
@@ -53,7 +54,8 @@ class TensorParallel:
         """Replace the layers' sharded parameters by this rank's slices, in place. Call it once."""
         for layer, plan in zip(layers, self.plan.layers, strict=True):
             for name, cut in plan.cuts.items():
-                module, leaf = _weight_place(layer, name)
+                path, _, leaf = name.rpartition(".")
+                module = layer.get_submodule(path)
                 whole = cast(nn.Parameter, module._parameters[leaf])
                 own = cut.slice(whole.detach(), self.peers.index, self.peers.size)
                 put([(module._parameters, leaf, nn.Parameter(own, whole.requires_grad))])
@@ -192,11 +194,6 @@ def with_first(out: Any, value: Tensor) -> Any:
     return (value, *out[1:]) if isinstance(out, tuple) else value
 
 
-def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return layer.get_submodule(path), leaf
-
-
 def _detach_other_rows(weight: Tensor, start: int, size: int) -> Tensor:
     """Return `weight`, and pass gradients only to this rank's rows, [start, start + size)."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
@@ -304,7 +301,7 @@ def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None
         wide = copy.deepcopy(layer).to(torch.promote_types(_dtype(layer), torch.float32))
         _randomise(wide)
         where = f"{plan.prefix}.{index}"
-        error = _distance(_run_sharded(where, wide, cuts, plan.ranks, index, run), run(index, wide))
+        error = distance(_run_sharded(where, wide, cuts, plan.ranks, index, run), run(index, wide))
         if not error <= PROBE_LIMIT:
             raise UnsupportedError(
                 f"tensor: the output of {where} ({type(layer).__name__}) changes by {error:.1e} "
@@ -408,8 +405,3 @@ def _randomise(layer: nn.Module) -> None:
         generator = torch.Generator(p.device).manual_seed(number)
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
         p.copy_(noise * p.shape[-1] ** -0.5 if p.ndim > 1 else 1 + 0.2 * noise)
-
-
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    error = float((actual.double() - expected.double()).norm())
-    return error / float(expected.double().norm())

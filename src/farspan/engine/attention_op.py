@@ -57,6 +57,7 @@ from farspan.spec import LayerSpec, Tier, UnsupportedError
 
 Rows = dict[str, Tensor]
 
+CALLS_KEPT = 256  # 20 KB of objects each at a million tokens
 QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to another rank's keys
 
 
@@ -149,10 +150,6 @@ class ChunkAttention:
             return None
         return indices if self.exchange is None else self.exchange.of_all_tokens(indices)
 
-    def is_dense(self) -> bool:
-        """Return whether this rank has all keys, and attention is not sparse."""
-        return self.spread is None and self.far is None
-
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,7 +233,9 @@ class ChunkAttention:
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
         """Return the chunk's whole dK, dV: `dk`, `dv` plus the sums from later chunks' queries."""
         assert self.own_dkv is not None
-        later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
+        later = [self.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v")]
+        if heads != slice(None):
+            later = [rest[:, heads] for rest in later]
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
@@ -285,7 +284,7 @@ class _Attend(torch.autograd.Function):
                 out, lse = cell.held
             elif cell.mode is AttentionMode.GIVEN:
                 out, lse = cell.given()
-            elif cell.is_dense():
+            elif cell.spread is None and cell.far is None:  # all keys are here, and all are read
                 out, lse = cell.keep(*attend(call, q, k, v, cell.key_values, own_sinks))
             else:
                 out, lse = cell.keep(*cell.attend(call, (q, k, v), cell.key_values, own_sinks))
@@ -354,8 +353,8 @@ def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
 
 @dataclass(slots=True)
 class AttentionContext:
-    """Keys, ranks, kernels and buffers for all attention calls in one run of a program. The blocks
-    of keys that the latest chunk's calls read are cached."""
+    """Keys, ranks, kernels and buffers for all attention calls in one run of a program. The latest
+    chunks' calls, and the blocks of keys that these read, are kept for their other layers."""
 
     program: Program
     inputs: StepInputs
@@ -365,8 +364,8 @@ class AttentionContext:
     slots: StagingBuffers
     kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
     far: FarRun[KVPrefix] | None = None  # None: queries see every key
-    chunk: int = -1
-    blocks: dict[tuple[int | None, bool, int, int], tuple[Block, ...]] = field(default_factory=dict)
+    calls: dict[tuple[int, LayerSpec, float], AttentionCall] = field(default_factory=dict)
+    blocks: dict[tuple[int | None, ...], tuple[Block, ...]] = field(default_factory=dict)
     shares: bool = field(init=False)  # other ranks have tokens of the same sequence
 
     def __post_init__(self) -> None:
@@ -391,7 +390,12 @@ class AttentionContext:
         if self.program.model.layers[i.layer].indexer is not None:
             cell.index = self._index(i.layer, i.chunk)
         if self.shares:
-            self._share_cell(i, cell)
+            program, rank = self.program, self.program.share.rank
+            cell.exchange = self._exchange(rank, i.chunk)
+            cell.spread = self._spread(rank, i.layer, i.chunk)
+            cell.pieces = pieces_of(program.schedule, rank.layout, program.model.layers[i.layer])
+            if i.write_kv is None and program.buffers[i.prefix].tier is Tier.DEVICE:
+                cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
         if i.mode is AttentionMode.COMPUTE:
             self.fetch(cell, i.layer, i.chunk)
             if cell.far is not None:
@@ -436,9 +440,14 @@ class AttentionContext:
     def call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
         """Return the settings of a cell's attention on this rank: blocks, kernel and scale."""
         spec = self.program.model.layers[layer]
+        found = self.calls.get((chunk, spec, scale))
+        if found is not None:
+            return found
         if spec not in self.kernel_of:
             self.kernel_of[spec] = self.kernels.of(spec, self.program)
-        return AttentionCall(
+        if len(self.calls) == CALLS_KEPT:
+            self.calls.clear()
+        found = self.calls[chunk, spec, scale] = AttentionCall(
             scale,
             spec.softcap,
             self.blocks_of(layer, chunk, self._ring_index()),
@@ -447,6 +456,7 @@ class AttentionContext:
             self._own_row(chunk),
             self.kernels.fused,
         )
+        return found
 
     def queries(self, chunk: int) -> Range:
         """Return the token range of the chunk's queries that attend to keys on this rank."""
@@ -457,11 +467,11 @@ class AttentionContext:
         """Return the blocks of attention to the keys of rank `ring`, for ring attention."""
         program = self.program
         spec = program.model.layers[layer]
-        if chunk != self.chunk:
-            self.chunk, self.blocks = chunk, {}
         most = most_of(spec, program.run)
-        key = spec.window, spec.chunked, most, ring
+        key = chunk, spec.window, spec.chunked, most, ring
         if key not in self.blocks:
+            if len(self.blocks) == CALLS_KEPT:
+                self.blocks.clear()
             queries, runs, held = self.queries(chunk), self.runs(chunk), self._held(ring)
             block, batch = program.schedule.kv_block, program.run.batch
             blocks = layer_blocks(spec, queries, block, batch, runs, held)
@@ -513,14 +523,6 @@ class AttentionContext:
             return False
         start, stop = self.program.share.rank.tokens(self.program.chunks[chunk], "tensor")
         return start == stop
-
-    def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
-        program, rank = self.program, self.program.share.rank
-        cell.exchange = self._exchange(rank, i.chunk)
-        cell.spread = self._spread(rank, i.layer, i.chunk)
-        cell.pieces = pieces_of(program.schedule, rank.layout, program.model.layers[i.layer])
-        if i.write_kv is None and program.buffers[i.prefix].tier is Tier.DEVICE:
-            cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
         """Return the object that exchanges q, k, v of this rank's tokens (all heads) for those of

@@ -35,6 +35,11 @@ from farspan.program.program import Buffer, Program, Region, aligned, cell_place
 from farspan.program.residency import INDEX, RESIDENCY, Kind
 from farspan.spec import Tier
 
+Span = tuple[int, int]
+# Views of tensors that a program keeps, 1 KB of objects each: 1 microsecond for one instead of 6.
+# Long programs have more, and cells that take milliseconds.
+VIEWS_KEPT = 2**13
+
 
 class ProgramBuffers:
     """Tensor views of one program's buffers, and copies between them."""
@@ -50,6 +55,15 @@ class ProgramBuffers:
         self._rows_of = {kind: rows_of(program.share, kind) for kind in RESIDENCY}
         self._in_cells = {kind for kind, row in RESIDENCY.items() if row.in_cells}
         self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
+        self._views: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+        for arena in arenas.values():
+            arena.kept[self] = self._views
+
+    def _keep(self, key: tuple[Any, ...], views: dict[str, Tensor]) -> dict[str, Tensor]:
+        if len(self._views) == VIEWS_KEPT:
+            self._views.clear()
+        self._views[key] = views
+        return views
 
     def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
         """Return a layer's tensors in a buffer: each one's place, bytes per token and dtype."""
@@ -77,7 +91,14 @@ class ProgramBuffers:
     ) -> dict[str, Tensor]:
         """Return views of tokens [start, stop) of the tensors in buffer `name`, each [T, B, ...].
         Pass `at_start` for a buffer that holds one chunk of any layer: its tokens begin at the
-        first row. For `mapped` see `Arena.view`."""
+        first row. For `mapped` see `Arena.view`. Each call's tensors have their own versions."""
+        key = name, span, layer, at_start, mapped
+        found = self._views.get(key) or self._keep(key, self._make_rows(*key))
+        return {part: view.data for part, view in found.items()}
+
+    def _make_rows(
+        self, name: str, span: Span, layer: int, at_start: bool, mapped: bool = False
+    ) -> dict[str, Tensor]:
         buffer = self.program.buffers[name]
         arena = self.arenas[buffer.tier]
         start = 0 if at_start else span[0] - buffer.start
@@ -94,12 +115,22 @@ class ProgramBuffers:
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
         """Return a chunk's tensors by name. By the buffer's kind they are K, V [C, B, Hk, D]; x [B,
         C, hidden]; or O [B, C, H, Dv] and LSE [B, H, C]."""
+        return {part: view.data for part, view in self._chunk(name, chunk, layer).items()}
+
+    def _chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
+        key = name, chunk, layer
+        found = self._views.get(key)
+        if found is not None:
+            return found
         buffer = self.program.buffers[name]
         span = self._rows_of[buffer.kind][chunk]
-        rows = self.rows(name, span, layer, at_start=is_slot(buffer))
-        if buffer.kind in (Kind.KV, Kind.DKV):
-            return rows
-        return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
+        rows = self._make_rows(name, span, layer, is_slot(buffer))
+        if buffer.kind not in (Kind.KV, Kind.DKV):
+            for part, tensor in rows.items():
+                count, batch, *rest = tensor.shape
+                shape = (*rest, count) if part == "lse" else (count, *rest)
+                rows[part] = tensor.view(batch, *shape)
+        return self._keep(key, rows)
 
     def cell(self, name: str, chunk: int) -> Tensor:
         """Return the saved activations of one chunk, bytes in a buffer, as a uint8 view [bytes]."""
@@ -127,7 +158,7 @@ class ProgramBuffers:
             return
         layer = max(end.layer for end in ends if not is_slot(end))
         layer = min(layer, len(self.program.model.layers) - 1)
-        there, here = self.chunk(target, chunk, layer), self.chunk(source, chunk, layer)
+        there, here = self._chunk(target, chunk, layer), self._chunk(source, chunk, layer)
         for name, rows in there.items():
             move(rows, here[name])
 
@@ -138,19 +169,9 @@ class ProgramBuffers:
         self.arenas[buffer.tier].view(buffer.address, (buffer.bytes,), torch.uint8).zero_()
 
 
-def _chunk_view(part: str, rows: Tensor) -> Tensor:
-    count, batch, *rest = rows.shape
-    if part == "lse":
-        return rows.view(batch, *rest, count)
-    return rows.view(batch, count, *rest)
-
-
 def is_slot(buffer: Buffer) -> bool:
     """Return whether the buffer is a slot, which any layer and chunk may use in turn."""
     return buffer.layer < 0
-
-
-Span = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -346,7 +367,8 @@ class KVHeads:
 
 def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor, fused: bool) -> None:
     for name, gradient in (("k", dk), ("v", dv)):
-        add_(total[name][:, rows], gradient.permute(2, 0, 1, 3), fused=fused)
+        own = total[name] if rows == slice(0, None) else total[name][:, rows]
+        add_(own, gradient.permute(2, 0, 1, 3), fused=fused)
 
 
 def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:

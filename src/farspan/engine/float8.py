@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from farspan.hf.indexer import is_indexer
+from farspan.hf.probe import distance
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.swap import shell_of
 from farspan.lazy import load
@@ -93,10 +94,7 @@ def float8_fault(device: torch.device) -> str | None:
     except (RuntimeError, NotImplementedError, AssertionError, ValueError) as error:
         return str(error).partition("\n")[0]
     plain = wanted, *torch.autograd.grad(wanted, (x, weight), dout)
-    errors = [
-        float((a.detach().float() - b.detach().float()).norm() / b.detach().float().norm())
-        for a, b in zip(ours, plain, strict=True)
-    ]
+    errors = [distance(a.detach(), b.detach()) for a, b in zip(ours, plain, strict=True)]
     if not max(errors) <= TRUE_WITHIN:
         return f"the relative error of a product is {max(errors):.2g}"
     return None

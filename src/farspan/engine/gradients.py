@@ -136,13 +136,14 @@ class GradientAccumulator:
 
     def _sum(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         """Return the sum of a parameter's gradients, and whether it is still empty."""
-        if parameter in self._places:
+        # Empty tables are not asked: a tensor's hash is a call of Python's.
+        if self._places and parameter in self._places:
             self._open[parameter] = self._places.pop(parameter)
             return self._open[parameter], True
-        if parameter in self._open:
+        if self._open and parameter in self._open:
             return self._open[parameter], False
         wide = accumulate_dtype(parameter.dtype)
-        apart = self._reduce is not None or parameter in self._hooked
+        apart = self._reduce is not None or (bool(self._hooked) and parameter in self._hooked)
         self.received[parameter] = None
         # A parameter without a fixed gradient dtype takes the sums in theirs.
         if parameter.grad_dtype in (None, wide) and not apart:

@@ -137,10 +137,6 @@ class TiledLayers(Layers):
         return self.shells[key]
 
 
-def _keep_sums(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """Leave a custom head's sums as they are: its caller adds them over ranks."""
-
-
 # A cell with its graph, if built; else the backward builds the graph from the cell's input.
 Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
@@ -154,11 +150,12 @@ class Registers:
     trained: dict[int, list[nn.Parameter]] = field(default_factory=dict)  # by layer
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # O and LSE by layer
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by layer and chunk
-    calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
+    calls: dict[int, list[LayerCall]] = field(default_factory=dict)  # by chunk and layer
     loss: Tensor | None = None
     values: Tensor | None = None  # output of a value head, [B, T, k]
     given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
-    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_keep_sums))
+    # Sums of a custom head, which are not reduced here: its caller adds them over ranks.
+    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(lambda *_: None))
     place: int = 0  # index of the next instruction
     order: StreamOrder | None = None  # the waits between lanes, if copies overlap
 
@@ -224,12 +221,16 @@ class Interpreter:
             if order is not None:
                 order.before(index)
             match instruction:
+                case Forward():
+                    self._forward(instruction)
+                case Backward():
+                    self._backward(instruction)
+                case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                    self.storage.copy_chunk(source, target, chunk)
                 case Allocate() | Free():
                     pass  # addresses are planned: nothing to do at run time
                 case Clear(buffer):
                     self.storage.clear(buffer)
-                case Fetch(source, target, chunk) | Evict(source, target, chunk):
-                    self.storage.copy_chunk(source, target, chunk)
                 case Embed(chunk):
                     now.hidden[0] = self._embed(chunk)
                 case Load(layer, chunk, buffer):
@@ -240,12 +241,8 @@ class Interpreter:
                     now.gradient[layer] = self._load(buffer, chunk)
                 case StoreGradient(layer, chunk, buffer):
                     self._store(buffer, chunk, now.gradient.pop(layer))
-                case Forward():
-                    self._forward(instruction)
                 case Head(chunk, gradient):
                     self._head(chunk, gradient)
-                case Backward():
-                    self._backward(instruction)
                 case EmbedBackward(chunk):
                     self._embed_backward(chunk)
                 case Close(group):
@@ -291,7 +288,10 @@ class Interpreter:
             case Release(group, outer) if self.sharded_model is not None:
                 self.sharded_model.release(self.program, group, outer=outer)
             case Receive(layer, chunk, gradient) if self.pipeline is not None:
-                rows = self.pipeline.receive(self._passing(chunk), up=not gradient)
+                span, run = self._span(chunk), self.program.run
+                shape = run.batch, span.stop - span.start, self.program.model.passed()
+                rows = torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
+                rows = self.pipeline.receive(rows, up=not gradient)
                 (now.gradient if gradient else now.hidden)[layer] = rows
             case Send(layer, _, gradient) if self.pipeline is not None:
                 rows = (now.gradient if gradient else now.hidden).pop(layer)
@@ -319,13 +319,14 @@ class Interpreter:
         return span
 
     def _embed(self, chunk: int) -> Tensor:
-        span = self._stand_at(chunk)
+        span, inputs = self._stand_at(chunk), self.inputs
+        tokens = inputs.input_ids[:, span], inputs.position_ids[:, span]
         with torch.no_grad():
-            hidden, calls = self.stages.embed(
-                self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
-            )
+            if chunk in self.registers.calls:
+                return self.stages.embedded(*tokens)
+            hidden, calls = self.stages.embed(*tokens)
         if self.program.share.rank.layout.tensor == 1:
-            self.registers.calls = chunk, calls
+            self._keep_calls(chunk, calls)
         return hidden
 
     def _embed_backward(self, chunk: int) -> None:
@@ -333,11 +334,9 @@ class Interpreter:
         parameters = self.head.parameters
         if not parameters:
             return
-        span = self._stand_at(chunk)
+        span, inputs = self._stand_at(chunk), self.inputs
         with torch.enable_grad():
-            hidden = self.stages.embedded(
-                self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
-            )
+            hidden = self.stages.embedded(inputs.input_ids[:, span], inputs.position_ids[:, span])
         if hidden.requires_grad:  # PEFT may require it for no parameter
             found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
             self.gradients.add(parameters, found)
@@ -400,12 +399,6 @@ class Interpreter:
             self.gradients.close(self.stages.layers[layer].parameters())
         if outer:
             self.gradients.close(self.head.parameters)
-
-    def _passing(self, chunk: int) -> Tensor:
-        """Allocate a tensor to receive hidden states, or gradients, of a chunk: [B, C, hidden]."""
-        span, run = self._span(chunk), self.program.run
-        shape = run.batch, span.stop - span.start, self.program.model.passed()
-        return torch.empty(shape, dtype=self.storage.dtype, device=self.stages.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
         """Return the hidden states of a chunk in a buffer or slot, [B, C, hidden]."""
@@ -586,12 +579,18 @@ class Interpreter:
         return named
 
     def _call(self, layer: int, chunk: int) -> LayerCall:
-        now = self.registers
-        if now.calls[0] != chunk:
+        known = self.registers.calls
+        if chunk not in known:
             with torch.no_grad():
                 ids, positions = self.inputs.input_ids, self._positions(chunk)
-                now.calls = chunk, self.stages.calls_for(ids[:, self._span(chunk)], positions)
-        return now.calls[1][layer]
+                self._keep_calls(chunk, self.stages.calls_for(ids[:, self._span(chunk)], positions))
+        return known[chunk][layer]
+
+    def _keep_calls(self, chunk: int, calls: list[LayerCall]) -> None:
+        known = self.registers.calls
+        if not self.program.run.keeps_calls():
+            known.clear()
+        known[chunk] = calls
 
     def _positions(self, chunk: int) -> Tensor:
         """Return position ids for a layer's call: those of this tensor-parallel group's tokens."""

@@ -15,9 +15,9 @@ from farspan.distributed.fsdp import gradient_dtype, local
 from farspan.engine.runner import ADVICE
 from farspan.engine.step import Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
+from farspan.hf.compiled import UncompiledMode, uncompiled
 from farspan.hf.indexer import indexed_parameters
 from farspan.hf.quantized import state_bytes
-from farspan.hf.stages import UncompiledMode, uncompiled
 from farspan.host import GIB, UNLIMITED
 from farspan.planner.walk import cast_bytes
 from farspan.program.program import Program, made_bytes

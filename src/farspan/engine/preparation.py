@@ -22,12 +22,13 @@ from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import AttentionKernels, attention_kernels
 from farspan.engine.parallelize import UNREAD, ShardedModel, described, inside, parallelize
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
+from farspan.hf.compiled import compile_layers
 from farspan.hf.describe import describe
 from farspan.hf.edits import Look, first_edit, has_same_parts, look
 from farspan.hf.fused_layers import fuse, fuse_layers, spared_layers
 from farspan.hf.probe import ask_layers
 from farspan.hf.routers import Routers, routers_of
-from farspan.hf.stages import CausalLMStages, compile_layers
+from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import (
     context_limit,
@@ -152,7 +153,7 @@ def prepare(
     _refuse(stages, sharded)
     routers = routers_of(stages.model)
     if wanted.compile:
-        compile_layers(stages)
+        compile_layers(stages.layers)
     at, dtype = stages.device, stages.dtype
     fused = wanted.fused and fused_for(at, dtype)
     kernels = attention_kernels(wanted, at, dtype, fused=fused)
@@ -165,6 +166,8 @@ def prepare(
         streamed = kept or StreamedWeights(stages)
         spec = streamed.counted(spec)
     kernels.refuse(spec)
+    # Skipping a product gives gradients in the model's dtype, so those in FP8 are never skipped.
+    may_spare = fused and sharded is None and wanted.products is None
     if schedule is not None:
         schedule.group_sizes(len(spec.layers))
     return PreparedModel(
@@ -178,10 +181,10 @@ def prepare(
         nullcontext if kernels.is_ready() else kernels.ready,
         fused,
         linears,
-        spared_layers(stages) if _may_spare(wanted, sharded, fused=fused) else frozenset(),
+        spared_layers(stages) if may_spare else frozenset(),
         _tiles(stages, schedule, sharded),
         _outer(stages, sharded, streamed),
-        _drops(stages.model),
+        any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in stages.model.modules()),
         routers,
         context_limit(stages.model),
         _look_at(model, stages, sharded),
@@ -206,12 +209,6 @@ def _fused_spec(
         in_float8 = float8_linears(at.type).forward_of
         fuse_layers(stages, wanted, at, in_float8, linears=linears)
     return spec
-
-
-def _may_spare(wanted: Kernels, sharded: ShardedModel | None, *, fused: bool) -> bool:
-    """Return whether layers may skip an MLP's last product while nothing reads their output. The
-    gradient of that form is computed in the model's dtype, so FP8 products are never skipped."""
-    return fused and sharded is None and wanted.products is None
 
 
 def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:
@@ -269,11 +266,6 @@ def _refuse_autocast(model: PreparedModel) -> None:
         reason = "is not supported with weights in main memory; leave schedule.weights out"
     if reason:
         raise UnsupportedError(f"autocast: it {reason}")
-
-
-def _drops(model: nn.Module) -> bool:
-    dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
-    return any(m.p > 0 and m.training for m in dropouts)
 
 
 def _tiles(

@@ -215,7 +215,7 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
     saved: list[bool] = []
     positions = torch.zeros(1, tokens, dtype=torch.long, device=META)
     with routed(stages.model), torch.no_grad():
-        now.calls = 0, stages.calls(1, positions)
+        now.calls[0] = stages.calls(1, positions)
 
     def after(instruction: Instruction) -> None:
         if isinstance(instruction, Forward):

@@ -27,8 +27,8 @@ from farspan.engine.interpreter import Layers
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.trace import FreeEvent, Malloc, Mark, Recorder
 from farspan.engine.trace_steps import META
+from farspan.hf.compiled import UncompiledMode
 from farspan.hf.indexer import IndexerCall
-from farspan.hf.stages import UncompiledMode
 from farspan.kernels.launch import Launch
 from farspan.profile.model import Line, Peak
 from farspan.program.attention_blocks import Block

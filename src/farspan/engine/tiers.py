@@ -56,9 +56,6 @@ PAGEABLE = (
     "driver itself, or choose a schedule that keeps more on the device; farspan calibrate measures "
     "how slow copies are"
 )
-# Views that an arena keeps, some 2 MB of objects: 0.7 microseconds for one instead of 5.8. Long
-# programs have more, and cells that take milliseconds.
-VIEWS_KEPT = 4096
 
 
 class Arena:
@@ -74,7 +71,8 @@ class Arena:
         self._device = torch.device("cpu") if tier is Tier.HOST else device
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._mapped: Tensor | None = None  # its memory as a tensor of the device
-        self._views: dict[tuple[Any, ...], Tensor] = {}  # of the present block, by their arguments
+        # Views of the present block that their owners keep.
+        self.kept = weakref.WeakKeyDictionary[Any, dict[Any, Any]]()
         self._unlock: weakref.finalize[..., Arena] | None = None
 
     @property
@@ -104,7 +102,8 @@ class Arena:
 
     def release(self) -> None:
         self._mapped = None
-        self._views.clear()
+        for views in self.kept.values():
+            views.clear()
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._unlock is not None:
             self._unlock()
@@ -126,19 +125,6 @@ class Arena:
             mapped: Return a host arena's memory as a tensor of the device, whose kernels read and
                 write it across the link; a pageable arena returns it as a host tensor.
         """
-        key = address, shape, dtype, mapped
-        found = self._views.get(key)
-        if found is None:
-            if len(self._views) == VIEWS_KEPT:
-                self._views.clear()
-            # An inference tensor could not be saved for a backward.
-            with torch.inference_mode(False):
-                found = self._views[key] = self._view(address, shape, dtype, mapped=mapped)
-        return found.data
-
-    def _view(
-        self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool
-    ) -> Tensor:
         size = dtype.itemsize
         assert address % size == 0, f"address {address} is not aligned to {dtype}"
         strides, step = [], 1
@@ -147,9 +133,10 @@ class Arena:
             step *= extent
         assert 0 <= address <= self.nbytes - step * size, "view outside the arena"
         block = self._as_device() if mapped else self._block
-        view = torch.empty(0, dtype=dtype, device=block.device)
         first = (int(block.storage_offset()) + address) // size
-        return view.set_(block.untyped_storage(), first, shape, tuple(reversed(strides)))
+        with torch.inference_mode(False):  # a backward could not save an inference tensor
+            view = torch.empty(0, dtype=dtype, device=block.device)
+            return view.set_(block.untyped_storage(), first, shape, tuple(reversed(strides)))
 
     def _as_device(self) -> Tensor:
         if self._cuda is None or self.is_pageable:
@@ -252,6 +239,7 @@ def _unpin(block: Tensor, device: torch.device) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.data_ptr()))
 
 
+NOTHING = nullcontext()
 # Programs and bytes per tile of kernels on rows of host memory: 512 KiB in flight keep a link of
 # 170 GB/s with a latency of 3 microseconds busy, and leave most multiprocessors free. Not measured.
 PROGRAMS, TILE_BYTES = 32, 2**14
@@ -349,9 +337,9 @@ class CopyEngine:
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Run the body's operations on the stream of a lane: compute, fetch or evict."""
-        stream = self._streams.get(lane)
+        stream = self._streams.get(lane) if self._streams else None
         if stream is None:
-            return nullcontext()
+            return NOTHING
         return torch.cuda.stream(stream) if self.timed is None else self._timing(lane, stream)
 
     @contextmanager

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from farspan.hf.stages import CausalLMStages, UncompiledMode
+from farspan.hf.compiled import UncompiledMode
+from farspan.hf.stages import CausalLMStages
 from farspan.hf.swap import put
 from farspan.host import MIB
 from farspan.spec import UnsupportedError

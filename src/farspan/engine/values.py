@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,7 +170,9 @@ class OpenForward:
             if not stands:
                 LOG.info("step: another call came before this backward, so the forward runs again")
                 self.ready = self.again()
-        with self._resumed() if stands else self._begun():
+        model, prepared = self.ready
+        of = model, prepared.program, self.gradients, self.inputs
+        with self.runner.issuing(*of, resumes=True) if stands else self._begun():
             head = self.interpreter.head
             assert isinstance(head, ValueHead)
             if head.plain is not None and given.shape[2] > 1 and not bool(given[..., 1:].any()):
@@ -190,11 +192,6 @@ class OpenForward:
                 model, prepared, self.inputs, head, self.gradients
             )
             yield
-
-    def _resumed(self) -> AbstractContextManager[None]:
-        model, prepared = self.ready
-        program, inputs = prepared.program, self.inputs
-        return self.runner.issuing(model, program, self.gradients, inputs, resumes=True)
 
     def _orders(self) -> tuple[Order, ...] | None:
         return self.ready[1].orders if self.runner.copies.overlap else None

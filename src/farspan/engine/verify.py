@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from statistics import NormalDist, fmean, median, variance
 from typing import Any, cast
 
@@ -114,7 +114,10 @@ def beside_plain(
             and in different parameters; the limit is twice plain autograd's worst, of all
             parameters and runs.
     """
-    loss, ratio = root_mean_square(losses), _mean_ratio(plain, steps)
+    loss = root_mean_square(losses)
+    pairs = zip(steps, plain, strict=True)
+    ratios = [_ratio(step[name], run[name]) for step, run in pairs for name in run]
+    ratio = inf if inf in ratios else exp(fmean(map(log, ratios)))  # geometric mean of all
     rule = f"over {len(plain)} runs that round differently, error against float64 <= "
     if chooses:
         worst = max(max(run.values()) for run in plain)
@@ -172,13 +175,6 @@ def _least_off(
         for step, run in zip(steps, plain, strict=True)
     )
     return GradientError(name, ratio * (own + FLOOR) - FLOOR, factor * (own + FLOOR) - FLOOR)
-
-
-def _mean_ratio(plain: list[Errors], steps: list[Errors]) -> float:
-    """Return the geometric mean, over all parameters and runs, of the ratio between a step's error
-    and plain autograd's; infinite if a ratio is."""
-    ratios = [_ratio(step[n], run[n]) for step, run in zip(steps, plain, strict=True) for n in run]
-    return float("inf") if float("inf") in ratios else exp(fmean(map(log, ratios)))
 
 
 def _kinds(names: Iterable[str]) -> dict[str, list[str]]:

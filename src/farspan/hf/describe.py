@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
+from farspan.hf.compiled import is_compiled, uncompiled
 from farspan.hf.dropout import still
 from farspan.hf.fused_layers import fuse
 from farspan.hf.indexer import IndexerCall, trained_parameters
@@ -24,7 +25,7 @@ from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
 from farspan.hf.recurrent import RecurrentStates, run_piece, zero_states
 from farspan.hf.routers import routers_of
-from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
+from farspan.hf.stages import CausalLMStages, run_layer
 from farspan.hf.swap import put, replacements
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.program.layout import ALIGNMENT
@@ -92,7 +93,9 @@ def _described(
         routers=routers_of(model) is not None,
         carried=stages.width - stages.hidden,
         embeds=stages.carries[0].layout.again if stages.carries else 0,
-        shares=stages.shares_weights,
+        # Layers may share weights with one another, as Zamba's share an attention block.
+        shares=sum(len([*x.parameters()]) for x in stages.layers)
+        > len([*stages.layers.parameters()]),
     )
 
 

@@ -176,11 +176,7 @@ def norm_forward(module: nn.Module, remakes: bool = True) -> Forward | None:
 def _normed(norm: Norm, remakes: bool, shell: nn.Module, x: Tensor) -> Tensor:
     weight = cast(Tensor, shell.weight)
     out = normed(x, weight, norm)
-    return remade(out, partial(_normed_again, norm), x, weight) if remakes else out
-
-
-def _normed_again(norm: Norm, x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, norm)[0]
+    return remade(out, lambda x, w: rms_norm(x, w, norm)[0], x, weight) if remakes else out
 
 
 def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
@@ -237,13 +233,10 @@ def _gate_of(module: nn.Module) -> _Gate | None:
 def _act_of(module: nn.Module) -> Act | None:
     x = _random(TOKENS, INNER, seed=3)
     for act in Act:
-        if _passes(partial(_same, module, partial(_activated, act), x)):
+        formula = partial(lambda act, x: reference.gated(x, torch.ones_like(x), act), act)
+        if _passes(partial(_same, module, formula, x)):
             return act
     return None
-
-
-def _activated(act: Act, x: Tensor) -> Tensor:
-    return reference.gated(x, torch.ones_like(x), act)
 
 
 def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
@@ -282,15 +275,10 @@ def _gated(of: _Gate, linears: Linears, shell: nn.Module, x: Tensor) -> Any:
 # -- rotary embeddings ---------------------------------------------------------------------------
 
 
-def rotation_forward(module: nn.Module) -> Forward | None:
-    """Return an attention module's forward with farspan's rotary embedding for
-    `apply_rotary_pos_emb` of the model's file; None if that function does not rotate as usual."""
-    return _rotating(type(module).forward)
-
-
 def _rotating(forward: Any) -> Forward | None:
-    """Return a copy of attention's forward that calls farspan's rotary embedding, also inside the
-    decorators of transformers since 5.24; None if the forward does not rotate as usual."""
+    """Return a copy of attention's forward that calls farspan's rotary embedding instead of
+    `apply_rotary_pos_emb` of the model's file, also inside the decorators of transformers since
+    5.24; None if the forward does not rotate as usual."""
     if not isinstance(forward, FunctionType):
         return None
     names, cells = forward.__globals__, forward.__closure__ or ()
@@ -397,8 +385,11 @@ def rules(
     `remakes`, such that kept cells store neither norms' outputs nor act(gate) * up."""
     found: tuple[Rule, ...] = ()
     if fused:
-        norms = partial(norm_forward, remakes=remakes)
-        found = norms, partial(gate_forward, linears=linears), rotation_forward
+        norms, gates = (
+            partial(norm_forward, remakes=remakes),
+            partial(gate_forward, linears=linears),
+        )
+        found = norms, gates, lambda module: _rotating(type(module).forward)
     return (*found, norm_again, gate_again) if remakes else found
 
 

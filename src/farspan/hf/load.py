@@ -514,7 +514,7 @@ def _refuse_no_layers(config: PretrainedConfig) -> None:
 # -- adapters -----------------------------------------------------------------------------------
 
 
-LINEAR = "linear"  # every linear module of the layers
+LINEAR = "linear"  # every linear module of the layers that adapters can train
 _READ = "dt_proj"  # of Mamba's layers, which read its weight and do not call the module
 _PACKED = "bitsandbytes.", "transformers.integrations."  # packages of quantised linear modules
 ADAPTER = "default"  # peft's name for a single adapter
@@ -539,7 +539,7 @@ def add_adapters(
     A [rank, inner] and B [outer, rank] have the dtype and device of the weight W [outer, inner].
 
     Args:
-        targets: Last parts of the names of linear modules in the layers, or LINEAR for all.
+        targets: Last parts of the names of linear modules in the layers, or LINEAR.
         seed: Seed of the random A.
         dropout: Probability with which training drops elements of A's input.
         zero: Whether B is zero; else it is random too, so that A has a gradient.

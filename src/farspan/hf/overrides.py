@@ -326,7 +326,9 @@ def changed(
         with _quietly():
             found = type(config).from_dict(made)
     except Exception as error:  # each family checks its own fields
-        words = _last_words(error)
+        # The reason alone, without the lines about validators and the quotes of a KeyError.
+        last = str(error.args[0] if error.args else error).splitlines()[-1].strip()
+        words = re.sub(r"^\w+Error: ", "", last)
         named = [c.name for c in changes if f"'{c.paths[0][-1]}'" in words]
         names = ", ".join(named or dict.fromkeys(c.name for c in changes))
         raise UnsupportedError(
@@ -342,13 +344,6 @@ def changed(
             )
     found.name_or_path = config.name_or_path
     return found
-
-
-def _last_words(error: Exception) -> str:
-    """Return only the reason from an error of transformers, without the lines about its validators
-    and the quotes of a KeyError."""
-    last = str(error.args[0] if error.args else error).splitlines()[-1].strip()
-    return re.sub(r"^\w+Error: ", "", last)
 
 
 def _part(

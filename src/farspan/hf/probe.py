@@ -34,10 +34,11 @@ from farspan.hf.attention_interface import (
     routed,
     watching_masks,
 )
+from farspan.hf.compiled import UncompiledMode, uncompiled
 from farspan.hf.indexer import IndexerCall
 from farspan.hf.quantized import copied
 from farspan.hf.recurrent import RecurrentStates, mixers, run_piece, state_spec, takes_two
-from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.spec import Indexer, LayerSpec, UnsupportedError
 
 # Keywords of an attention call that do not change the result, or that farspan supports.

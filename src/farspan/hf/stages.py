@@ -8,7 +8,6 @@ soft-capping. So no family needs code here.
 """
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -93,11 +91,6 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
-def _is_object(call: LayerCall, name: str) -> bool:
-    """Return whether a keyword's value is an object: neither None nor a tensor nor a number."""
-    return not isinstance(call.keywords.get(name), Tensor | bool | int | float | None)
-
-
 @dataclass(slots=True)
 class _Record:
     """Calls of layers, as stand-ins record them during one forward of the model."""
@@ -108,6 +101,14 @@ class _Record:
     layers: int  # calls to record: those of the first layers
     hidden: Tensor | None = None  # the first layer's input
     calls: list[LayerCall] = field(default_factory=list)
+    looked_up: tuple[Tensor, int] | None = None  # the embedding's output, and its version
+
+    def is_lookup(self) -> bool:
+        """Return whether the first layer's input is what the embedding returned, unchanged."""
+        if self.looked_up is None:
+            return False
+        out, version = self.looked_up
+        return self.hidden is out and out._version == version
 
 
 @dataclass(slots=True)
@@ -137,6 +138,28 @@ class _Recorder(StandIn):
         if len(record.calls) == record.layers:
             raise _AllRecorded
         return (hidden, None) if record.in_tuples else hidden
+
+
+class _StandIns(nn.ModuleList):
+    """List of stand-ins for layers. Models slice theirs: in each pass, 20 times as fast as torch's
+    lists, which make a module of a slice."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._modules.values())[index]
+
+
+class _Lookup(StandIn):
+    """Stand-in for the embedding that leaves its output in the record."""
+
+    def __init__(self, embedding: nn.Module, tape: _Tape):
+        super().__init__(embedding)
+        self._tape = tape
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        out, record = self._module(*arguments, **keywords), self._tape.record
+        if record is not None and isinstance(out, Tensor) and not out.is_inference():
+            record.looked_up = out, out._version
+        return out
 
 
 class _Inject(StandIn):
@@ -187,6 +210,9 @@ def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         if other is not None:
             input_ids = input_ids.masked_fill(input_ids == other, padding)
     return input_ids
+
+
+LOOKUP = ("lookup",)  # of what a step keeps: whether the first layer's input is a row of a table
 
 
 class CausalLMStages:
@@ -307,17 +333,6 @@ class CausalLMStages:
         return self.carries[0].layout.width if self.carries else self.hidden
 
     @property
-    def asks_tokens(self) -> bool:
-        """True if calls of layers differ between tokens at the same positions."""
-        return bool(self.carries) and self.carries[0].layout.again > 0
-
-    @property
-    def shares_weights(self) -> bool:
-        """True if layers share weights with one another, as Zamba's share an attention block."""
-        each = sum(len(list(layer.parameters())) for layer in self.layers)
-        return each > len(list(self.layers.parameters()))
-
-    @property
     def _embedding(self) -> Tensor:
         return cast(Tensor, self.model.get_input_embeddings().weight)
 
@@ -340,6 +355,7 @@ class CausalLMStages:
         input_ids = tokens_as_read(self.model, input_ids)
         record = self._record(input_ids=input_ids, position_ids=position_ids)
         assert record.hidden is not None
+        self._once(LOOKUP, record.is_lookup)
         if not self.carries:
             return record.hidden, record.calls
         layout = self.carries[0].layout
@@ -350,7 +366,12 @@ class CausalLMStages:
         """Return layer 0's input alone, [batch, tokens, hidden]."""
         if self.carries:
             return self.embed(input_ids, position_ids)[0]
-        inputs = {"input_ids": tokens_as_read(self.model, input_ids), "position_ids": position_ids}
+        input_ids = tokens_as_read(self.model, input_ids)
+        # The rest takes 0.2 ms. Without gradients its bytes are planned: they may be the most.
+        if torch.is_grad_enabled() and self._once(LOOKUP, lambda: False):
+            with self.computing():
+                return cast(Tensor, self.model.get_input_embeddings()(input_ids))
+        inputs = {"input_ids": input_ids, "position_ids": position_ids}
         hidden = self._recorded_at(inputs, layers=1).hidden
         assert hidden is not None
         return hidden
@@ -362,7 +383,7 @@ class CausalLMStages:
 
     def calls_for(self, input_ids: Tensor, position_ids: Tensor) -> list[LayerCall]:
         """Return each layer's arguments for these tokens."""
-        if self.asks_tokens:
+        if self.carries and self.carries[0].layout.again > 0:  # calls depend on tokens, too
             return self.embed(input_ids, position_ids)[1]
         return self.calls(len(input_ids), position_ids)
 
@@ -407,8 +428,13 @@ class CausalLMStages:
             cached = self._recorded(self._in_tuples, inputs, len(calls), use_cache=True).calls
         except Exception:  # it can make none; its layers are then seen to pass no state on
             return [frozenset()] * len(calls)
+        plain = Tensor | bool | int | float | None
         return [
-            frozenset(n for n, x in call.keywords.items() if x is None and _is_object(given, n))
+            frozenset(
+                name
+                for name, value in given.keywords.items()
+                if not isinstance(value, plain) and call.keywords.get(name, value) is None
+            )
             for call, given in zip(calls, cached, strict=True)
         ]
 
@@ -439,7 +465,7 @@ class CausalLMStages:
         """Return a shell of the decoder whose layers record their calls on a tape. If `blank`, it
         makes no inputs of layers from its input embeddings."""
         tape, modules = _Tape(), self._settled
-        recorders = nn.ModuleList([_Recorder(layer, tape) for layer in self.layers])
+        recorders = _StandIns([_Recorder(layer, tape) for layer in self.layers])
         # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
         attributes: dict[str, Any] = {"warn_if_padding_and_no_attention_mask": lambda *_: None}
         if self.model.config.model_type == "recurrent_gemma":  # stores states in the user's layers
@@ -447,7 +473,9 @@ class CausalLMStages:
         if blank:
             layout = self.carries[0].layout
             modules, attributes = modules | layout.blank_modules(), attributes | layout.blank()
-        modules = {**self._with_layers(recorders, shell_of), **modules}
+        table = self.model.get_input_embeddings()
+        lookup = {n: _Lookup(x, tape) for n, x in self.decoder.named_children() if x is table}
+        modules = self._with_layers(recorders, shell_of) | lookup | modules
         return shell_of(self.decoder, modules, attributes=attributes), tape
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
@@ -527,7 +555,7 @@ class CausalLMStages:
     def _injected(self, layout: Carried | None, *, head: bool) -> tuple[nn.Module, _Inject]:
         """Return a shell of the model, or of its decoder alone, and the stand-in for its layers."""
         inject = _Inject(self.layers[0])
-        layers = nn.ModuleList([inject])
+        layers = _StandIns([inject])
         modules = self._with_layers(layers, self._shell) | self._settled
         decoder = self._shell(self.decoder, modules)
         if layout is not None:
@@ -636,59 +664,3 @@ def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
     raise UnsupportedError(
         f"model: the decoder of {type(root).__name__} is not one of its submodules"
     )
-
-
-# -- layers through torch.compile ---------------------------------------------------------------
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled modules uncompiled inside the context. Otherwise torch would leave a module that
-    is first called under a dispatch mode uncompiled for good."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-class UncompiledMode(TorchDispatchMode):
-    """Dispatch mode whose handler torch calls directly. Torch 2.13 wraps other modes' handlers in a
-    function that turns the compiler off, which costs as much as a small operation each time."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-def compile_layers(stages: CausalLMStages) -> None:
-    """Compile modules of the layers in place: parameters and names do not change, and the model can
-    be called, saved and loaded. Lengths are dynamic, so chunks and tiles of other lengths compile
-    nothing again; layers of one kind share compiled code."""
-    for layer in stages.layers:
-        for module in _fusible(layer):
-            if module._compiled_call_impl is None:
-                module.compile(dynamic=True)
-
-
-def is_compiled(layer: nn.Module) -> bool:
-    return any(module._compiled_call_impl is not None for module in layer.modules())
-
-
-def _fusible(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a layer's children that are worth compiling: norms (modules with only vectors) and
-    dense MLPs (matrices and an activation), but not attention, nor experts, which have tensors of
-    three dimensions or lists."""
-    for child in layer.children():
-        if any(isinstance(m, nn.Dropout) and m.p > 0 for m in child.modules()):
-            continue  # has another forward during a step
-        leaves = [module for module in child.modules() if not list(module.children())]
-        lists = any(isinstance(module, nn.ModuleList) for module in child.modules())
-        parameters = list(child.parameters())
-        if not parameters or lists or any(p.ndim > 2 for p in parameters):
-            continue
-        is_norm = len(leaves) == 1 and all(p.ndim == 1 for p in parameters)
-        bare = any(not list(leaf.parameters()) for leaf in leaves)  # an activation
-        asks = any(hasattr(module, "is_causal") for module in child.modules())
-        if is_norm or (bare and not asks):
-            yield child

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, attended, eager_experts, routed
+from farspan.hf.compiled import uncompiled
 from farspan.hf.dropout import Draws, TokenRange, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
-from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.hf.swap import StandIn, shell_of
 from farspan.spec import UnsupportedError
 
@@ -292,7 +293,7 @@ class _Probe:
                 outputs = len(child.out) if isinstance(child.out, tuple) else None
                 alike = _first_of(child.out).shape == child.arguments[0].shape
                 alike = alike and _first_of(child.out).dtype is child.arguments[0].dtype
-                shell = _blanked(wide, name, outputs)
+                shell = shell_of(wide, {name: _BlankOut(wide.get_submodule(name), outputs)})
                 needed = not alike or not self._same(self._gradients(wide, shell), plain)
                 children.append(Tokenwise(name, outputs, needed))
             total: dict[nn.Parameter, Tensor] = {}
@@ -407,10 +408,6 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
     if not all(distance(x, whole) <= limit for x in (torch.cat(pieces, 1), turned)):
         return "it mixes tokens"
     return None
-
-
-def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
-    return shell_of(layer, {name: _BlankOut(layer.get_submodule(name), outputs)})
 
 
 class _BlankOut(StandIn):

@@ -290,14 +290,12 @@ class CellPrices:
         zeroed instead and copied there."""
         on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
         rows = keys.most if on_host else keys.total
-        sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]
+        model, batch = self.model, self.run.batch
+        found = (regions(Kind.DKV, model, spec, batch, rows) for spec in model.layers)
+        sizes = [regions_bytes(one, rows) for one in found]
         if on_host:
             sizes = [max(sizes)] * len(sizes)
         return sum(self._cleared(size) for size in sizes)
-
-    def _sums_bytes(self, spec: LayerSpec, tokens: int) -> int:
-        found = regions(Kind.DKV, self.model, spec, self.run.batch, tokens)
-        return regions_bytes(found, tokens)
 
     def _cleared(self, size: int) -> float:
         buffers = self.prices.program.buffers

@@ -234,7 +234,10 @@ def plan_as_written(
     )
     question = plan.question
     best = best_plan(question, None, seconds)
-    is_other = not _is_same(question, best.schedule, schedule)
+    layers, stages = len(question.model.layers), question.layout.pipeline
+    ranges = [group_ranges(one, layers, stages) for one in (best.schedule, schedule)]
+    # One size for all groups may be written as one number.
+    is_other = ranges[0] != ranges[1] or replace(best.schedule, groups=schedule.groups) != schedule
     others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
     if plan.fits:
         return replace(plan, reason=_compared(plan, best), alternatives=others)
@@ -242,13 +245,6 @@ def plan_as_written(
     any_too = (replace(r, options=f"{r.options} {ANY_STRATEGY.options}") for r in best.remedies)
     remedies = (ANY_STRATEGY,) if best.fits else tuple(any_too)
     return replace(plan, reason=breaks_first(plan), remedies=remedies, alternatives=others)
-
-
-def _is_same(question: Question, first: Schedule, second: Schedule) -> bool:
-    """Return whether two schedules are equal, also if one has a single size for all groups."""
-    layers, stages = len(question.model.layers), question.layout.pipeline
-    ranges = [group_ranges(schedule, layers, stages) for schedule in (first, second)]
-    return ranges[0] == ranges[1] and replace(first, groups=second.groups) == second
 
 
 def _compared(plan: Plan, best: Plan) -> str:

@@ -18,6 +18,7 @@ from farspan.profile.model import (
     ModelProfile,
     ProfiledCells,
     ProfiledStages,
+    StageBytes,
     outer_names,
 )
 from farspan.program.attention_blocks import most_tokens
@@ -130,7 +131,7 @@ class Walk:
         self.gradient: dict[int, int] = {}
         self.held: dict[int, int] = {}
         self.graphs: dict[tuple[int, int], _Graph] = {}
-        self.tables = (-1, 0)  # chunk, bytes
+        self.tables: dict[int, int] = {}  # bytes by chunk
         self.begun: set[int] = set()  # layers that have weight gradients
         self.outer: frozenset[str] = frozenset()
         self.kinds: dict[tuple[object, ...], CellBytes] = {}
@@ -223,17 +224,21 @@ class Walk:
 
     def _embed(self, i: Embed) -> None:
         stage = self.stage("embed", self._tokens(i.chunk), frozenset())
-        self._rise(stage.rise)
-        self.live += stage.out + stage.tables - self.tables[1] - self.hidden.get(0, 0)
+        self._keep_tables(i.chunk, stage)
+        self.live += stage.out - self.hidden.get(0, 0)
         self.hidden[0] = stage.out
-        self.tables = i.chunk, stage.tables
 
     def _call(self, chunk: int) -> None:
-        if self.tables[0] != chunk:
-            stage = self.stage("tables", self._tokens(chunk), frozenset())
-            self._rise(stage.rise)
-            self.live += stage.tables - self.tables[1]
-            self.tables = chunk, stage.tables
+        if chunk not in self.tables:
+            self._keep_tables(chunk, self.stage("tables", self._tokens(chunk), frozenset()))
+
+    def _keep_tables(self, chunk: int, stage: StageBytes) -> None:
+        self._rise(stage.rise)
+        if not self.program.run.keeps_calls():
+            self.live -= sum(self.tables.values())
+            self.tables.clear()
+        self.live += stage.tables - self.tables.get(chunk, 0)
+        self.tables[chunk] = stage.tables
 
     def _head(self, i: Head) -> None:
         what = "head" if i.gradient else "evaluation"

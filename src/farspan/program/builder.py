@@ -220,18 +220,14 @@ def costs_of(model: ModelSpec) -> Costs:
     return Costs(sum(linear_products(model, layer) for layer in model.layers), (*widths.items(),))
 
 
-def is_balanced(schedule: Schedule, layout: Layout) -> bool:
-    """Return whether later chunks are shorter, so that all cost the same. With sparse attention
-    chunks have one length: a query's keys depend on where its chunk begins, and their number does
-    not grow with the sequence."""
-    return layout.pipeline > 1 and schedule.sparse is None
-
-
 def chunks_of(
     model: ModelSpec, tokens: int, schedule: Schedule, layout: Layout
 ) -> tuple[Range, ...]:
     """Return the token range of each chunk, the same on all ranks. `model` is the whole model."""
-    if is_balanced(schedule, layout):
+    # Stages of a pipeline want chunks that cost the same, so later ones are shorter. With sparse
+    # attention all are as long: a query's keys depend on where its chunk begins, and their number
+    # does not grow with the sequence.
+    if layout.pipeline > 1 and schedule.sparse is None:
         return balanced_ranges(costs_of(model), tokens, schedule.chunk)
     return chunk_ranges(tokens, schedule.chunk)
 

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import get_args
+from typing import Any, get_args
 
 from farspan.program import buffer_names as names
 from farspan.program.layout import Range, Share, own_groups, streams
@@ -209,7 +209,7 @@ class Ledger:
 
     def _used(self) -> set[str | None]:
         """Return the names of buffers in instructions other than Allocate, Free and Clear."""
-        kinds: dict[type[Instruction], list[Instruction]] = {}
+        kinds: dict[type[Instruction], list[Any]] = {}
         for instruction in self.instructions:
             kinds.setdefault(type(instruction), []).append(instruction)
         used: set[str | None] = set()  # None comes from empty fields
@@ -219,11 +219,12 @@ class Ledger:
         for kind, found in kinds.items():
             for text in _TEXTS.get(kind, ()):
                 used.update(map(attrgetter(text), found))
-        if self.schedule.kv is HOST and any(map(_has_prefix, self.instructions)):
+        cells = [i for of in (Forward, Backward) for i in kinds.get(of, ())]
+        if self.schedule.kv is HOST and any(cell.chunk for cell in cells):
             used.update(names.KV_BLOCKS)
             if Backward in kinds:
                 used.update(names.DKV_BLOCKS)
-            if self.schedule.sparse and any(map(_has_choice, self.instructions)):
+            if self.schedule.sparse and any(cell.choice is not None for cell in cells):
                 used.update(names.PAGES)
         return used
 
@@ -256,16 +257,6 @@ class Ledger:
             self.cut,
             self.cut_after,
         )
-
-
-def _has_prefix(instruction: Instruction) -> bool:
-    """Return whether the instruction is a cell that reads K, V of earlier chunks."""
-    return isinstance(instruction, Forward | Backward) and instruction.chunk > 0
-
-
-def _has_choice(instruction: Instruction) -> bool:
-    """Return whether the instruction is a cell that attends to chosen pages."""
-    return isinstance(instruction, Forward | Backward) and instruction.choice is not None
 
 
 _OPENING = (Allocate, Free, Clear)

@@ -223,7 +223,7 @@ def _live(walk: evaluate.RankWalk) -> dict[Hashable, tuple[int, str]]:
         live["O and LSE in registers of layer", layer] = size, REGISTER
     for cell, graph in walk.graphs.items():
         live["graph of cell", *cell] = graph.bytes, GRAPH
-    live["positions and masks of a chunk", 0] = walk.tables[1], REGISTER
+    live["positions and masks of chunks", 0] = sum(walk.tables.values()), REGISTER
     live[SUMS, 0] = walk.live - sum(size for size, _ in live.values()), SUMS
     return {key: (size, cause) for key, (size, cause) in live.items() if size}
 

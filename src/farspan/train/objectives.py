@@ -337,13 +337,12 @@ class UnpairedLoss(_AnswerLoss):
 
     def _mismatched(self, micros: list[Micro], part: str) -> list[Micro]:
         """Return the batches with each answer after the next prompt of the update or evaluation."""
-        before, found = self.batches.before(micros, part), []
-        for micro in micros:
-            if not micro.batch.answers:
-                found.append(micro)  # it has no answers, and keeps replicas in step
-                continue
-            batch = mismatched(micro.batch, [before(index) for index in micro.indices])
-            found.append(self.batches.place(batch, micro.indices))
+        before, found = self.batches.before, []
+        for micro in micros:  # one without answers keeps replicas in step
+            rows = zip(micro.indices, micro.batch.answers, strict=False)
+            others = [before(index, row[0].number, part) for index, row in rows]
+            batch = mismatched(micro.batch, others) if others else None
+            found.append(micro if batch is None else self.batches.place(batch, micro.indices))
         return found
 
     def _summed(self, answers: list[Tensor]) -> float:

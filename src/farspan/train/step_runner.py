@@ -557,17 +557,25 @@ class Batches:
         count = min(self.ctx.run.evaluation.sequences, there)
         return [place * there // count for place in range(count)]
 
-    def before(self, micros: list[Micro], part: str) -> Callable[[int], PackedBatch]:
-        """Return a function that gives, by a sequence's index, the sequence before it in an update
-        or in the evaluation of all replicas, `[1, context]`; before the first one is the last."""
+    def before(self, index: int, own: int, part: str) -> PackedBatch:
+        """Return the sequence before sequence `index` in an update or in the evaluation of all
+        replicas, `[1, context]`; before the first one is the last. Where that ends with answer
+        `own`, as one of the last epoch may, return another. Raises UnsupportedError if all do."""
         run, corpus = self.ctx.run, self.ctx.corpus
-        if part == "held_out":
-            assert corpus.held_out is not None, "there is something to evaluate on"
-            packing, chosen = corpus.held_out, self._evaluated(corpus.held_out)
-            return lambda index: packing.once(chosen[chosen.index(index) - 1])
+        held = corpus.held_out if part == "held_out" else None
         size = run.batch * run.accumulate * self.replicas
-        first = micros[0].indices[0] // size * size
-        return lambda index: corpus.train.batch([first + (index - first - 1) % size])
+        first, epoch = index // size * size, corpus.sequences_per_epoch() or size
+        chosen = [*range(first, first + size)] if held is None else self._evaluated(held)
+        later = range(first + size, first + size + epoch) if held is None else range(0)
+        place = chosen.index(index)
+        for other in (*chosen[place - 1 :: -1], *chosen[::-1], *later):
+            found = corpus.train.batch([other]) if held is None else held.once(other)
+            if found.answers[0][-1].number != own:
+                return found
+        raise UnsupportedError(
+            f"data.{'path' if held is None else part}: kto pairs each answer with another's "
+            "prompt, and there is one answer alone; give more records"
+        )
 
     def trained(self, micros: list[Micro]) -> int:
         """Return the number of tokens with a target in these batches, over all replicas."""
