@@ -54,6 +54,20 @@ def test_log_probabilities_cost_what_the_page_says() -> None:
     assert f"took {ratio:.2f} times the processor seconds of one pass, and {memory:.3f}" in page
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("short_step", "step takes {:.2f} of the CPU seconds of transformers without"),
+        ("short_step_8k", "At 8K tokens it takes {:.2f},"),
+    ],
+)
+def test_short_steps_take_what_their_page_says(name: str, words: str) -> None:
+    ratio = load(name)["cpu_ratio"]["one chunk"]
+    page = (ROOT / "docs" / "evidence" / "performance.md").read_text("utf-8")
+    assert ratio <= 1.02
+    assert words.format(ratio) in " ".join(page.split())
+
+
 def test_cells_take_what_their_page_says() -> None:
     record = load("cells")
     rows = record["cpu_microseconds_a_cell"].values()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import StepInputs
 from farspan.engine.step import Step
 from farspan.engine.trace_steps import META, MetaKernels
@@ -25,6 +26,7 @@ from farspan.hf.quantized import (
     parts_of,
     unpacked,
 )
+from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import (
@@ -40,6 +42,7 @@ from tests.engine.test_overlap import two_steps
 from tests.engine.test_streamed_weights import BetweenTiers, ComputesOn
 from tests.grids import part_of
 from tests.oracles.simulate import simulate
+from tests.ranks import run_ranks
 from tests.zoo import make_model
 
 pytest.importorskip("bitsandbytes")
@@ -219,6 +222,23 @@ def test_streamed_weights_give_the_bits_of_resident_ones(
     losses = [step.evaluate(*DATA) for step in steps]
     assert torch.equal(*losses)
     assert frozen_digest(other) == frozen
+
+
+def streamed_on_ranks(folder: Path) -> dict[str, float]:
+    """Errors of a rank's gradients, relative to one process that holds the weights."""
+    model = load_model(path=str(folder), dtype=torch.float32, nf4=True)  # copies have scales twice
+    add_adapters(model, rank=4, alpha=8.0, zero=False)
+    expected = run_step(model, SCHEDULES["grouped"], DATA)
+    ranks = ParallelContext(Layout(ulysses=2), torch.device("cpu"))
+    found = run_step(model, Step(model, streamed("grouped"), ranks=ranks), DATA)
+    return errors(found.gradients, expected.gradients)
+
+
+@pytest.mark.slow
+def test_ranks_move_scales_to_main_memory(folder: Path) -> None:
+    """Which a step did after it had looked at the model, and so took for the user's edit."""
+    for found in run_ranks(2, streamed_on_ranks, folder):
+        assert 0 < max(found.values()) < 1e-5
 
 
 def test_streamed_bytes_are_those_of_the_packing(folder: Path) -> None:

@@ -46,10 +46,11 @@ from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 # and the memory of its programs' objects.
 PREPARATIONS_KEPT = 4
 # Attributes that may change in a sharded model, which cannot be probed again: modes, the numbers of
-# buffers, adapters that are switched off, and fields that do not affect a step. Sharded parameters
-# are checked separately.
+# buffers, adapters that are switched off, scales of packed weights (which steps move to the host),
+# and fields that do not affect a step. Sharded parameters are checked separately.
 _WHILE_SHARDED = (
     *("training", "_buffers", "_parameters", "_disable_adapters", "_adapters_disabled"),
+    *("quant_state", "state2"),
     *UNREAD,
 )
 

@@ -116,14 +116,14 @@ def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | 
     Args:
         before: The earlier look.
         now: The later look.
-        ignored: Attributes that may have changed.
+        ignored: Names of attributes and objects that may have changed.
 
     Returns:
         Attribute and module, such as `act_fn of model.layers.0.mlp`; None if nothing else has
         changed.
     """
     old, new = dict(before.states), dict(now.states)
-    for path in (*new, *old):
+    for path in (p for p in (*new, *old) if p.rpartition(".")[2] not in ignored):
         was, is_now = old.get(path, {}), new.get(path, {})
         for name in (*is_now, *was):
             if name not in ignored and was.get(name, old) != is_now.get(name, old):
