@@ -372,11 +372,11 @@ def loss_words(plan: Plan) -> Iterator[str]:
         where = f"{where} {tier}"
     if loss.evaluates:
         where = f"{(whole - cut) / one:.1%} for {where}"
-    others = " and mismatched answers are read" if loss.kind is LossKind.KTO else ""
+    why = "log-probabilities come before the backward"
+    why += " and mismatched answers are read" * (loss.kind is LossKind.KTO)
     yield (
         f"loss {loss.kind}: a step takes {whole / one - 1:.1%} longer than one pass of this "
-        f"schedule: {cut / one - 1:.1%} because log-probabilities come before the backward{others}, "
-        f"{where}"
+        f"schedule: {cut / one - 1:.1%} because {why}, {where}"
     )
     if loss.kind.row.format == PAIRS:
         yield "a pair of answers is priced as one document: real steps take less"
