@@ -155,8 +155,7 @@ class Objective:
 
     @property
     def forwards(self) -> int:
-        """Return how many forwards each step runs without a backward: those of the reference model,
-        and in KTO of the policy over mismatched answers, which the reference sees as well."""
+        """Return how many forwards lack a backward: the reference's, KTO's of mismatched answers."""
         mismatched = self.kind is LossKind.KTO
         return mismatched + self.evaluates * (1 + mismatched)
 
