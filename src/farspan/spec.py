@@ -155,7 +155,7 @@ class Objective:
 
     @property
     def forwards(self) -> int:
-        """Return how many forwards lack a backward: the reference's, KTO's of mismatched answers."""
+        """Return the forwards without a backward: a reference's, and KTO's of mismatched answers."""
         mismatched = self.kind is LossKind.KTO
         return mismatched + self.evaluates * (1 + mismatched)
 
