@@ -155,7 +155,7 @@ class Objective:
 
     @property
     def forwards(self) -> int:
-        """Return the forwards without a backward: a reference's, and KTO's of mismatched answers."""
+        """Return how many forwards have no backward: a reference's, KTO's of other prompts."""
         mismatched = self.kind is LossKind.KTO
         return mismatched + self.evaluates * (1 + mismatched)
 
