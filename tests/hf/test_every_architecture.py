@@ -117,7 +117,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mpt": {"attn_config": {"alibi": True}},
     "reformer": {
         **DECODER,
-        "axial_pos_embds_dim": [8, 24],
+        "axial_pos_embds": False,  # which need 4,096 tokens
         "hidden_dropout_prob": 0.0,
         "lsh_attention_probs_dropout_prob": 0.0,
         "local_attention_probs_dropout_prob": 0.0,
@@ -144,7 +144,8 @@ def architectures() -> list[str]:
 
 def small_fields(config: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     made = config()
-    found = {n: x for n, x in SMALL.items() if _is_set(made, n)}
+    # MPT's dropout is the integer 0.
+    found = {n: x or type(getattr(made, n))(x) for n, x in SMALL.items() if _is_set(made, n)}
     if hasattr(made, "num_key_value_heads"):
         found["num_key_value_heads"] = SMALL["num_key_value_heads"]
     for name, kind in (getattr(config, "sub_configs", None) or {}).items():
@@ -152,7 +153,7 @@ def small_fields(config: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
         with suppress(Exception):  # of a part that the architecture does without
             found[name] = {**small_fields(inner, {}), "model_type": inner.model_type}
     inner = found.keys() & (getattr(config, "sub_configs", None) or {}).keys()
-    return found | {n: {**found[n], **x} if n in inner else x for n, x in fields.items()}
+    return found | {n: {**found[n], **x} if x and n in inner else x for n, x in fields.items()}
 
 
 def _is_set(config: Any, name: str) -> bool:

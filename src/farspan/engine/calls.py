@@ -193,8 +193,8 @@ class Calls:
         if model.routers is None:
             if self.router_z:
                 raise UnsupportedError(
-                    "router_z: the model adds no router loss; set output_router_logits=True in the "
-                    "configuration of a mixture of experts, or leave router_z out"
+                    "router_z: the model adds no router loss; leave router_z out, or set "
+                    "output_router_logits=True if transformers has a router loss for its family"
                 )
             if attention_mask is not None and not bool(attention_mask.all()):
                 raise UnsupportedError(

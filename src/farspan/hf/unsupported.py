@@ -72,11 +72,13 @@ def refuse_model(model: PreTrainedModel) -> None:
     _refuse_modules(model)
     # Gemma4's "vision" applies to the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
-    if sees_later not in (None, False, "vision") or not _is_causal(model):
-        raise UnsupportedError(
-            f"model: {name} attends to later tokens (bidirectional); only a causal model can be "
-            "processed in chunks"
-        )
+    said, only = None, "only a causal model can be processed in chunks"
+    if sees_later not in (None, False, "vision") or getattr(config, "is_causal", True) is False:
+        said = f"{name} attends to later tokens (bidirectional)"
+    elif (path := _not_causal(model)) is not None:
+        said = f"{path} of {name} is not causal (is_causal=False)"
+    if said is not None:
+        raise UnsupportedError(f"model: {said}; {only}")
     for rope_type in rope_types(config):
         if rope_type not in SLICEABLE_ROPE:
             raise UnsupportedError(
@@ -275,11 +277,9 @@ def refuse_places(model: nn.Module) -> None:
         )
 
 
-def _is_causal(model: PreTrainedModel) -> bool:
-    if getattr(model.config, "is_causal", True) is False:
-        return False
-    modules = (module for _, module in text_modules(model))
-    return all(getattr(module, "is_causal", True) is not False for module in modules)
+def _not_causal(model: PreTrainedModel) -> str | None:
+    flags = ((path, getattr(one, "is_causal", True)) for path, one in text_modules(model))
+    return next((path for path, causal in flags if causal is False), None)
 
 
 def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
