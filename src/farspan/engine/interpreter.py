@@ -38,7 +38,7 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
 from farspan.hf.dropout import Draws, TokenRange
-from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Cell, Order
@@ -432,11 +432,15 @@ class Interpreter:
             with torch.set_grad_enabled(i.graph), answering(cell, cell.choose):
                 entered, graph_input = enter(hidden) if i.graph else (hidden, None)
                 with nullcontext() if saved is None else saved.hooks(), self.stages.computing():
-                    out = run_layer(layer, entered, call)
+                    if call.carry is None:  # in line: each call has one frame less
+                        out = layer(entered, *call.arguments, **call.keywords)
+                    else:
+                        out = call.carry.run(layer, entered, call.keywords)
         except KVWritten:
             return
         if i.drops:
             return
+        out = out[0] if isinstance(out, tuple) else out
         now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if graph_input is not None:
             if saved is not None:

@@ -72,13 +72,14 @@ def refuse_model(model: PreTrainedModel) -> None:
     _refuse_modules(model)
     # Gemma4's "vision" applies to the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
-    said, only = None, "only a causal model can be processed in chunks"
+    only = "only a causal model can be processed in chunks"
     if sees_later not in (None, False, "vision") or getattr(config, "is_causal", True) is False:
-        said = f"{name} attends to later tokens (bidirectional)"
-    elif (path := _not_causal(model)) is not None:
-        said = f"{path} of {name} is not causal (is_causal=False)"
-    if said is not None:
-        raise UnsupportedError(f"model: {said}; {only}")
+        raise UnsupportedError(f"model: {name} attends to later tokens (bidirectional); {only}")
+    for path, module in text_modules(model):
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedError(
+                f"model: {path} of {name} is not causal (is_causal=False); {only}"
+            )
     for rope_type in rope_types(config):
         if rope_type not in SLICEABLE_ROPE:
             raise UnsupportedError(
@@ -275,11 +276,6 @@ def refuse_places(model: nn.Module) -> None:
             f"model: a step needs all weights on one device, but found {found}; load the model "
             "without device_map or offloading: the schedule says what leaves the device"
         )
-
-
-def _not_causal(model: PreTrainedModel) -> str | None:
-    flags = ((path, getattr(one, "is_causal", True)) for path, one in text_modules(model))
-    return next((path for path, causal in flags if causal is False), None)
 
 
 def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
