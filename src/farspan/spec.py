@@ -155,7 +155,7 @@ class Objective:
 
     @property
     def forwards(self) -> int:
-        """Return how many forwards have no backward: a reference's, KTO's of other prompts."""
+        """Return how many forwards a step runs without a backward, for a reference or KTO."""
         mismatched = self.kind is LossKind.KTO
         return mismatched + self.evaluates * (1 + mismatched)
 
