@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -76,6 +77,17 @@ def test_a_whole_run_beyond_its_budget_fails(
         written.pytest_sessionfinish(session)
         assert bool(session.exitstatus) == fails
     assert capsys.readouterr().out.count("tests took 9 s of CPU") == 1
+
+
+def test_a_slow_machine_is_told_from_a_dear_folder() -> None:
+    def dear(times: Callable[[str], float]) -> list[str]:
+        seconds = {name: times(name) * (most - 10) / 2 for name, most in BUDGETS.items()}
+        tests = {f"{name}/test_z.py::test": {"call": (cpu, cpu)} for name, cpu in seconds.items()}
+        return [line.split(":")[0] for line in durations.too_dear(tests, 1.0)]
+
+    assert not dear(lambda _: 2.4)
+    assert sorted(dear(lambda _: 60.0)) == sorted(BUDGETS)
+    assert dear(lambda name: 2.4 + 40 * (name == "tests/hf")) == ["tests/hf"]
 
 
 def test_what_is_exhaustive_is_slow() -> None:
