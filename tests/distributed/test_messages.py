@@ -1,5 +1,6 @@
 """What ranks send each other is data: every kind comes back equal, and nothing else acts."""
 
+import builtins
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import time
 from contextlib import suppress
 from enum import Flag
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -328,22 +330,23 @@ def test_a_foreign_request_to_stop_is_named(text: str | bytes) -> None:
     assert "holds a value not from farspan" in str(detector._known)
 
 
-def test_an_address_that_gloo_cannot_take_is_named(tmp_path: Path) -> None:
-    """It reserved as many bytes as a stranger had announced, and raised MemoryError."""
-    for end in launch(tmp_path, 1, _joins_a_stranger):
+@pytest.mark.parametrize("error", ["MemoryError", "ValueError"])
+def test_an_address_that_gloo_cannot_take_is_named(tmp_path: Path, error: str) -> None:
+    """It reserved as many bytes as a stranger had announced, or made a string of them."""
+    for end in launch(tmp_path, 1, _joins_a_stranger, error):
         assert end.said.startswith("rank 0: "), end
 
 
-def _joins_a_stranger() -> str:
+def _joins_a_stranger(error: str) -> str:
     place = launch_env()
     assert place is not None
-    vars(dist)["init_process_group"] = _exhausted
+    vars(dist)["init_process_group"] = partial(_exhausted, error)
     try:
         with process_group(place, torch.device("cpu"), 5.0):
             return "joined"
-    except RankFailed as error:
-        return str(error)
+    except RankFailed as named:
+        return str(named)
 
 
-def _exhausted(*_: Any, **__: Any) -> None:
-    raise MemoryError("std::bad_alloc")
+def _exhausted(error: str, *_: Any, **__: Any) -> None:
+    raise getattr(builtins, error)("std::bad_alloc")

@@ -130,7 +130,7 @@ def _joining(launch: LaunchEnv, seconds: float) -> Iterator[None]:
     except RankFailed:
         raise
     # torch.distributed's errors; gloo reserves as many bytes as a foreign address announces.
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, ValueError, MemoryError) as error:
         words = str(error).strip().split("\n", 1)[0]
         why = f"{words}; {host} or another rank has not started, has ended or is frozen"
         if isinstance(error, dist.DistNetworkError):
