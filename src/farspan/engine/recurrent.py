@@ -161,6 +161,7 @@ class RecurrentCell:
         self.before, self.after = {}, {}
         if self.attention is not None:
             self.attention.write_kv = self.attention.held = None
+            self.attention.goes_on = partial(bool)  # which held the cell, and so itself
 
     def forget(self) -> None:
         """Drop the graph's inputs and edges, if the backward will build the graph again."""
@@ -258,11 +259,10 @@ class Recurrent:
             return
         start, stop = self.program.share.keys.rows[i.chunk - 1]
         batch, whole = self.program.run.batch, {}
+        wide, device = self.storage.accumulate_dtype, self.stages.device
         for state, graph_input in zip(cell.spec.state, cell.graph_inputs, strict=True):
             shape = stop - start, batch, state.row
-            whole[state.name] = rows = torch.zeros(
-                shape, dtype=self.storage.accumulate_dtype, device=self.stages.device
-            )
+            whole[state.name] = rows = torch.zeros(shape, dtype=wide, device=device)
             for gradient in graph_input.sink:  # empty if documents begin with the chunk
                 _held(rows, state).copy_(gradient)
         for low, high in self._spans(i.chunk, i.prefix):
