@@ -176,17 +176,22 @@ def test_every_family_is_predicted(family: str, kind: tuple[torch.dtype | str, s
     agree(Step(model, in_chunks(name, 230)), 1, 230, CLOSE)
 
 
-# What plans miss of the peaks of tiny models whose layers scan, as measured.
-MISSING = {"lfm2": CLOSE, "mamba2": 0.01, "qwen3_next": 0.03, "falcon_h1": 0.09}
+# Scans of 16 tokens save a little for each pair of them in a chunk, which grows with its square: at
+# the size of Mamba 2 and Falcon-H1 that people train, where they have 256, 0.01% with 16K tokens.
+PAIRS = {"mamba2": 5e-3}
+SCANNED = "lfm2", "mamba", "mamba2", "jamba", "falcon_h1", "qwen3_next", "recurrent_gemma"
 
 
-@pytest.mark.parametrize("family", part_of(list(MISSING), "lfm2", "mamba2"))
+@pytest.mark.parametrize("family", part_of((*SCANNED, "diffllama"), "mamba", "falcon_h1"))
 def test_steps_of_recurrent_models_are_predicted(family: str) -> None:
+    """Their cells take a state in and hand one on, and hold what its gradient needs. DiffLlama's
+    attend twice, and autograd moves a number of theirs to the CPU."""
     model = make_model(family, torch.float32, max_position_embeddings=1024)
+    model.config._experts_implementation = "grouped_mm"
     step = Step(model, Schedule(chunk=256, groups=2))
     expected = predicted(step, 1, 1000)
     measured(step, 1, 1000)  # the first step prepares the model again, as profiling ran its classes
-    assert expected == pytest.approx(measured(step, 1, 1000), rel=MISSING[family])
+    assert expected == pytest.approx(measured(step, 1, 1000), rel=PAIRS.get(family, CLOSE))
 
 
 @pytest.mark.parametrize("name", ["grouped", "memo"])

@@ -9,7 +9,7 @@ attends to, and are added where the blocks are known (`farspan.profile.model`).
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -106,7 +106,7 @@ class _Subject:
     heads_first: list[bool] = field(default_factory=list)
     children: Sequence[Sequence[Tokenwise]] = ()  # modules of each layer that run on tiles
 
-    def program(self, tokens: int, *, kept: bool = False) -> Program:
+    def program(self, tokens: int, *, kept: bool = False, chunks: int = 1) -> Program:
         schedule = Schedule(
             tokens,
             boundary_inputs=Tier.DEVICE,
@@ -114,7 +114,7 @@ class _Subject:
             activations=Tier.DEVICE,
             activation_save_fraction=float(kept),
         )
-        return build_program(self.spec, RunSpec(1, tokens), schedule)
+        return build_program(self.spec, RunSpec(1, tokens * chunks), schedule)
 
     def interpreter(
         self,
@@ -199,12 +199,14 @@ class _Way:
 
 def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) -> _Run:
     tokens, *tile = length
-    stages, program = measured.stages, measured.program(tokens, kept=way.kept)
+    # A cell between two others, from and to which a state goes, needs the most.
+    stages, chunk = measured.stages, int(bool(measured.spec.layers[layer].state))
+    program = measured.program(tokens, kept=way.kept, chunks=1 + 2 * chunk)
     parameters = trained_parameters(stages.layers[layer])
     _set_sums(parameters, exist=not way.fresh)
     meter = Meter()
     tape, passes = CellTape(meter), list[CellPass]()
-    forward, backward = _of_layer(program, layer)
+    forward, backward = _of_cell(program, layer, chunk)
     steps = (replace(forward, **_FORWARD, graph=way.graph, kept=way.kept), backward)
     program = replace(program, instructions=steps[: 1 + way.graph])
     blanks = torch.empty(2, 1, tokens, measured.spec.passed(), dtype=stages.dtype, device=META)
@@ -215,7 +217,7 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
     saved: list[bool] = []
     positions = torch.zeros(1, tokens, dtype=torch.long, device=META)
     with routed(stages.model), torch.no_grad():
-        now.calls[0] = stages.calls(1, positions)
+        now.calls[chunk] = stages.calls(1, positions)
 
     def after(instruction: Instruction) -> None:
         if isinstance(instruction, Forward):
@@ -240,8 +242,9 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
 _FORWARD: dict[str, Any] = {"mode": AttentionMode.COMPUTE, "hold": False, "attention": None}
 
 
-def _of_layer(program: Program, layer: int) -> tuple[Forward, Backward]:
-    of = [i for i in program.instructions if isinstance(i, Forward | Backward) and i.layer == layer]
+def _of_cell(program: Program, *place: int) -> tuple[Forward, Backward]:
+    of = [i for i in program.instructions if isinstance(i, Forward | Backward)]
+    of = [i for i in of if (i.layer, i.chunk) == place]
     forward = next(i for i in of if isinstance(i, Forward))
     return forward, next(i for i in of if isinstance(i, Backward))
 
@@ -292,9 +295,8 @@ class _Fit:
         return tuple(less_of(line, less) for line in found)
 
     def _mark(self, passes: Sequence[CellPass], name: str) -> Line:
-        return line_of(
-            self.lengths, [one.marks.get(name, 0) for one in passes] or [0] * len(self.lengths)
-        )
+        sizes = [one.marks.get(name, 0) for one in passes] or [0] * len(self.lengths)
+        return line_of(self.lengths, sizes)
 
 
 # -- a model ------------------------------------------------------------------------------------
@@ -331,8 +333,10 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
             kinds = whole.kinds()
         # One layer of each kind is enough: the first layers that include every kind are built.
         last = max(kinds.index(kind) for kind in set(kinds))
-        short = not whole.carries  # else the number of layers decides what each passes on
-        stages = (_first_layers(config, last + 1, dtype, rank) if short else None) or whole
+        stages = whole
+        if not whole.carries:  # else the number of layers decides what each passes on
+            with suppress(UnsupportedError):  # some have other fields with an entry per layer
+                stages = _stages(shortened(dict(config), last + 1), dtype, rank)
         with routed(stages.model):
             alike = _pattern(stages.kinds()) == _pattern(kinds[: len(stages.layers)])
         stages = stages if alike else whole
@@ -341,22 +345,13 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
     return _of_whole(whole, kinds, found, name)
 
 
-def _first_layers(
-    config: Mapping[str, Any], layers: int, dtype: torch.dtype, rank: int
-) -> CausalLMStages | None:
-    """Return a model with the first layers only, or None if its configuration cannot be shortened:
-    some families have other fields with an entry per layer."""
-    try:
-        return _stages(shortened(dict(config), layers), dtype, rank)
-    except UnsupportedError:
-        return None
-
-
 def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
     """Return profiles of a model with its adapters, measured on a copy without weights."""
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(x): _without_elements(x) for x in tensors}
-    memo |= plain_linears(model, partial(_without_packed, model.dtype))
+    memo |= plain_linears(
+        model, lambda linear: torch.empty(shape_of(linear.weight), dtype=model.dtype, device=META)
+    )
     blank = copy.deepcopy(model, memo)
 
     def measured(variant: Variant) -> ModelProfile:
@@ -383,10 +378,6 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
 def _without_elements(x: torch.Tensor) -> torch.Tensor:
     blank = torch.empty(x.shape, dtype=x.dtype, device=META)  # whole, even if ranks hold shards
     return nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
-
-
-def _without_packed(dtype: torch.dtype, module: Any) -> torch.Tensor:
-    return torch.empty(shape_of(module.weight), dtype=dtype, device=META)
 
 
 def _stages(config: Mapping[str, Any], dtype: torch.dtype, rank: int) -> CausalLMStages:
@@ -421,10 +412,11 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
     kernels = Kernels(fused=variant.fused, remake=variant.remakes)
     fuse(stages, kernels, META, *(linears.forward_of,) * variant.adds, linears=linears)
     spec = describe_unproven(stages)
-    # Profiles do not depend on windows, which kernels apply; the extra layer keeps a graph
-    # elsewhere than in the last group.
+    # Profiles do not depend on windows, which kernels apply: cells behind a state see their own
+    # chunk. The extra layer keeps a graph elsewhere than in the last group.
     layers = (*spec.layers, spec.layers[-1])
-    seeing_all = replace(spec, layers=tuple(replace(layer, window=None) for layer in layers))
+    own = tuple(replace(layer, window=1 if layer.state else None) for layer in layers)
+    seeing_all = replace(spec, layers=own)
     children = likely_tokenwise(stages) if variant.tiled else ()
     draws = Draws(0, 0, 0, 1, fused=variant.fused)
     measured = _Subject(stages, seeing_all, linears, variant.fused, draws, children=children)
@@ -503,8 +495,7 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant
         (inner, outer) for inner, outer, rows in counts.products for _ in range(rows // tokens)
     ]
     before = sum(rows // tokens for _, _, rows in counts.products[: counts.before])
-    lengths = _Way().lengths()
-    forward = line_of(lengths, [run.forward.counts.traffic for run in runs])
+    forward = line_of(_Way().lengths(), [run.forward.counts.traffic for run in runs])
     return LayerWork(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in trained_parameters(measured.stages.layers[layer])),

@@ -200,12 +200,9 @@ class Recorder(UncompiledMode):
         if func is ADD and self._in_place and self._accumulates(args):
             func = ADD_IN_PLACE
         out = result_of(func, args, kwargs or {})
-        if isinstance(out, Tensor):
-            self._meet(out, args)
-        elif isinstance(out, tuple | list):
-            for one in out:
-                if isinstance(one, Tensor):
-                    self._meet(one, args)
+        for one in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(one, Tensor):
+                self._meet(one, args)
         if self._temporaries.kinds:
             self._borrow(func, args)
         return out
@@ -265,10 +262,13 @@ class Recorder(UncompiledMode):
 # Shape, strides and dtype of results on the meta device, by the inputs they depend on.
 _RESULTS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 MOST_RESULTS = 1 << 16
+COPY = torch.ops.aten._to_copy.default  # autograd moves one number of DiffLlama to the CPU
 
 
 def result_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return an operation's result; on the meta device, its sizes come from a cache if possible."""
+    if func is COPY and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if not _returns_new(func) or not _describe((*args, *kwargs.values()), key):
         return func(*args, **kwargs)
