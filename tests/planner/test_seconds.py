@@ -10,8 +10,16 @@ from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
 from farspan.program.builder import build_program
 from farspan.program.dependencies import TiledCells
-from farspan.program.program import Backward, Embed, EmbedBackward, Forward, Head, Program
-from farspan.spec import Curve, LayerWork, MachineSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.program.program import (
+    AttentionMode,
+    Backward,
+    Embed,
+    EmbedBackward,
+    Forward,
+    Head,
+    Program,
+)
+from farspan.spec import Curve, Indexer, LayerWork, MachineSpec, ModelSpec, RunSpec, Schedule, Tier
 from tests.oracles.simulate import feed_forward_passes
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import with_work
@@ -89,6 +97,33 @@ def test_an_instruction_costs_what_it_costs_alone(step: Step) -> None:
     heads = [Head(chunk, gradient) for chunk in range(2) for gradient in (False, True)]
     for i in (*program.instructions, *heads[: 2 * len(program.chunks)]):
         assert prices.of(i) == Prices(asked, program).of(i), i
+
+
+def test_an_indexer_scores_the_prefix_of_each_query() -> None:
+    """In every forward that needs its choice: one that computes attention, or builds a graph."""
+    run, machine = RunSpec(1, 256), slow_machine(overhead=0.0)
+    plain = with_work(model_of(1))
+    index = Indexer(heads=4, dim=8, tokens=64)
+    layers = tuple(replace(layer, indexer=index) for layer in plain.layers)
+    scored = replace(plain, layers=layers)
+
+    program = build_program(plain, run, SCHEDULE)
+    cells = {i.chunk: i for i in program.instructions if isinstance(i, Forward)}
+
+    def seconds(model: ModelSpec, chunk: int, mode: AttentionMode) -> float:
+        asked = Question(model, run, machine, dtype="float32")
+        prices = Prices(asked, replace(program, model=model))
+        return prices.of(replace(cells[chunk], mode=mode, write_kv=None)).compute
+
+    for mode in (AttentionMode.COMPUTE, AttentionMode.HELD):
+        more = [seconds(scored, c, mode) - seconds(plain, c, mode) for c in range(4)]
+        flop = [2.0 * 64 * 64 * (c + 1) * 4 * 8 for c in range(4)]
+        moved = [6 * 4 * x / 16 / machine.memory for x in flop]
+        curve = machine.rates["float32"].matmul
+        expected = [x / curve.at(x) + y for x, y in zip(flop, moved, strict=True)]
+        expected[0] = 0.0  # the first chunk has as many tokens as a query chooses
+        assert more == pytest.approx(expected)
+    assert seconds(scored, 3, AttentionMode.NONE) == seconds(plain, 3, AttentionMode.NONE)
 
 
 def test_frozen_weights_have_no_gradient_to_count() -> None:

@@ -97,6 +97,7 @@ class TiledPrices:
         return len(range(*self.program.share.tokens.rows[i.chunk]))
 
 
+INDEX_PASSES = 6  # times that an indexer reads or writes its scores: product, ReLU, weighted sum
 WIDE_PASSES = 4  # times that votes read or write their scores: product, softmax, sum
 RANKING_PASSES = 6  # elements moved per element of a ranking key: two means, minus the mean
 FUSED_VOTES = 2.9  # seconds of fused votes over a product: 690 TFLOP/s over 239 on an H100
@@ -257,7 +258,7 @@ class Prices:
 
         def forward(i: Forward) -> Hashable:
             put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses
-            reads = i.mode is MODE_COMPUTE or layers[i.layer].state
+            reads = i.mode is MODE_COMPUTE or layers[i.layer].state or layers[i.layer].indexer
             size = i.chunk if reads else (sizes[i.chunk], keys[i.chunk])
             return classes[i.layer], size, i.mode, put_away, self._tiled.cells.skips(i)
 
@@ -322,7 +323,7 @@ class Prices:
             compute += self._moved(moved)
             fetch = self._earlier(i) if spec.state else 0.0
             return Cost(compute, fetch, host=self.question.machine.overhead)
-        compute = self._tiled.forward(i) + self._put_away(i)
+        compute = self._tiled.forward(i) + self._put_away(i) + self._choice(spec, i.chunk)
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
         attends = i.mode is MODE_COMPUTE
         attention = self.attention(i.layer, i.chunk, backward=False) if attends else 0.0
@@ -335,6 +336,15 @@ class Prices:
             moved += max(0.0, ring - attention)
         fetch = self._earlier(i) if attends or spec.state else 0.0
         return Cost(compute, fetch, 0.0, moved, self.question.machine.overhead)
+
+    def _choice(self, spec: LayerSpec, chunk: int) -> float:
+        """Return the seconds of an indexer's scores, one per head, query and token before it."""
+        index, stop = spec.indexer, self.program.chunks[chunk][1]
+        if index is None or not spec.chosen(stop):
+            return 0.0
+        scores = float(self.program.run.batch * self._tokens(chunk) * stop * index.heads)
+        flop = 2.0 * scores * index.dim  # 0 in layers to which an earlier layer passes its choice
+        return self.rates.product(flop) + self._moved(INDEX_PASSES * 4 * scores) if flop else 0.0
 
     def _earlier(self, i: Forward) -> float:
         """Return the seconds of fetching the earlier chunks' keys that a cell reads."""
