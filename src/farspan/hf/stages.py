@@ -632,18 +632,16 @@ def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
             f"model: {name} attends to later tokens (is_decoder is false in its configuration); "
             "only a causal model can be processed in chunks"
         )
-    nested = [
-        (stack, f"{path}.{inner}")
-        for stack in inside[-1:]
-        for path, module in stack.named_modules()
-        for inner in _lists(module, stack.config)
-    ]
+    last = inside[-1]
+    places = ((path, _lists(module, last.config)) for path, module in last.named_modules())
+    nested = [f"{path}.{inner}" for path, lists in places for inner in lists]
     if not found and len(nested) == 1:
-        return nested[0]
+        return last, nested[0]
     refuse_cross_attention(model)
+    lists = ", ".join(f"{type(stack).__name__}.{inner}" for stack, inner in found) or "none"
     raise UnsupportedError(
-        f"model: {name} has {len(found)} lists of num_hidden_layers modules; expected one, of "
-        "decoder layers that are called in turn"
+        f"model: {name} has no single ModuleList of num_hidden_layers decoder layers that run in "
+        f"turn (found: {lists})"
     )
 
 
