@@ -209,6 +209,7 @@ FEW = [
 THIN = Case("thin", SCHEDULES["kept"], two(29), fields=HEADS | SHALLOW)
 SPREAD = [of_family(name) for name in ("mistral", "gpt_oss", "deepseek_v3")]
 ON_DEVICE = [case for case in SOME if case.schedule.kv is Tier.DEVICE]
+STAGED = [case for case in SOME if case.schedule.activation_save_layers == 1]  # others are refused
 
 
 FLAT = [c for c in SOME if not c.schedule.activation_save_fraction and c.name != "tiny"]
@@ -274,7 +275,7 @@ def words(value: object) -> str:
         exhaustive(Layout(ulysses=4), FEW),
         exhaustive(Layout(ulysses=2, data=2), FEW),
         (Layout(pipeline=2), [FEW[1], STATES[0], ROUTERS[0]]),
-        exhaustive(Layout(pipeline=2), SOME),
+        exhaustive(Layout(pipeline=2), STAGED),
         exhaustive(Layout(pipeline=4), FEW[:2]),
         exhaustive(Layout(pipeline=2), STATES[1:]),
         (Layout(data=2), [*STATES[:1], LONG_ROPE]),
