@@ -364,7 +364,7 @@ class UnpairedLoss(_AnswerLoss):
         if self.ctx.corpus.held_out is not None:
             groups["held_out"] = [self.batches.held_out()]
         for part, updates in groups.items():
-            found = [torch.nan] * (part == "held_out") * len(self.batches.evaluated())
+            found = [torch.nan] * len(self.batches.evaluated()) if part == "held_out" else []
             for micros in updates:
                 self.observer.interrupt.passed(StopPoint.BATCH)
                 with self.detached(step):
