@@ -35,9 +35,6 @@ MORE = (
 )
 
 
-Change = Callable[[Tensor], Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class _View:
     """A saved tensor, described as a view of a tensor in a program's buffer or of saved memory."""
@@ -291,20 +288,6 @@ class SavedActivations:
 
 
 _recording: ContextVar[SavedActivations | None] = ContextVar("recording", default=None)
-
-
-class Adjoint(torch.autograd.Function):
-    """Autograd function `ahead`, linear up to a constant. `back` makes the gradient of its input
-    from that of its output, so autograd saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ahead: Change, back: Change) -> Tensor:
-        ctx.back = back
-        return ahead(x)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(dout), None, None
 
 
 def is_recording() -> bool:

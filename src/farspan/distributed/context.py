@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farspan.distributed import messages
-from farspan.distributed.agreement import (
-    MISSING,
-    SCOPES,
-    Agreement,
-    Fact,
-    between,
-    key_of,
-)
+from farspan.distributed.agreement import MISSING, SCOPES, Agreement, Fact, between, key_of
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.failure import activity, record_sync
 from farspan.hf.swap import put, replacements

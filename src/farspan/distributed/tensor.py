@@ -22,15 +22,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from farspan.activations import Adjoint
 from farspan.distributed.collectives import Communicator, Counts
-from farspan.distributed.tensor_plan import (
-    INSTEAD,
-    LayerPlan,
-    TensorBlock,
-    TensorPlan,
-    WideModule,
-)
+from farspan.distributed.tensor_plan import INSTEAD, LayerPlan, TensorBlock, TensorPlan, WideModule
+from farspan.hf.dropout import Adjoint
 from farspan.hf.edits import layer_signature
 from farspan.hf.probe import distance
 from farspan.hf.swap import Module, StandIn, put, shell_of

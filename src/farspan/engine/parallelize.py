@@ -289,8 +289,7 @@ def parallelize(
             here=here,
         )
     if weights is not None:
-        cut = (lambda _, whole: whole) if tensor is None else tensor.cut
-        weights.give(lambda name, whole: sharded.fill(name, cut(name, whole)))
+        weights.give(lambda n, x: sharded.fill(n, x if tensor is None else tensor.cut(n, x)))
     spec, tiles, now = inspected.spec, inspected.tiles, inside(stages.model)
     return ShardedModel(ranks, spec, stages.dtype, sharded, tensor, tiles, now)
 

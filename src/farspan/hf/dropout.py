@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from farspan.activations import Adjoint
 from farspan.hf.swap import forwards, put_in
 from farspan.hf.unsupported import drawing_dropouts
 from farspan.kernels.launch import TILE, Launch, padded, warps_of
@@ -147,6 +146,23 @@ def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
         noise = torch.mul(number, most / 2**23, out=beside.view(torch.float32))
         torch.add(x[place], noise, out=out[place])
     return out
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Adjoint(torch.autograd.Function):
+    """Autograd function `ahead`, linear up to a constant. `back` makes the gradient of its input
+    from that of its output, so autograd saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ahead: Change, back: Change) -> Tensor:
+        ctx.back = back
+        return ahead(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dout), None, None
 
 
 @dataclass(frozen=True, slots=True)

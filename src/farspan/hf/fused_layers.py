@@ -30,16 +30,7 @@ from farspan.hf.swap import shell_of
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.kernels import reference
 from farspan.kernels.launch import fused_for
-from farspan.kernels.operations import (
-    WIDEST,
-    Act,
-    Norm,
-    gated,
-    normed,
-    rms_norm,
-    rotated,
-    swiglu,
-)
+from farspan.kernels.operations import WIDEST, Act, Norm, gated, normed, rms_norm, rotated, swiglu
 from farspan.spec import Kernels, UnsupportedError
 
 Forward = Callable[..., Any]

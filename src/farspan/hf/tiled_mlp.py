@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.activations import Adjoint, SavedActivations
+from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, attended, eager_experts, routed
 from farspan.hf.compiled import uncompiled
-from farspan.hf.dropout import Draws, TokenRange, still
+from farspan.hf.dropout import Adjoint, Draws, TokenRange, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
