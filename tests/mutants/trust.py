@@ -285,8 +285,8 @@ TRUST = (
     ),
     Fault(
         "weights: earlier batches' sums come before those of ranks",
-        "before = p.own.grad if alone and _adds_at_once(p.own) else None",
-        "before = p.own.grad if _adds_at_once(p.own) else None",
+        "begins = alone and _takes_sums(p.own) and not is_hooked(p.own)",
+        "begins = _takes_sums(p.own) and not is_hooked(p.own)",
         (OF_RANKS + "test_ranks_train_to_the_bits_of_resident_weights[ulysses2-0]",),
     ),
     Fault(

@@ -500,6 +500,15 @@ class CausalLMStages:
         made = (layer_signature(layer, index) for index, layer in enumerate(self.layers))
         return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
 
+    def for_each_kind(self, make: Callable[[int], Found]) -> list[Found]:
+        """Return the result of `make` for each layer, called for the first layer of each kind."""
+        known: dict[Any, Found] = {}
+        kinds = self.kinds()
+        for index, kind in enumerate(kinds):
+            if kind not in known:
+                known[kind] = make(index)
+        return [known[kind] for kind in kinds]
+
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Run one decoder layer on a chunk, [batch, tokens, hidden], and return its output."""
         return run_layer(self.running[index], hidden, call)
