@@ -249,7 +249,7 @@ class CausalLMStages:
         self.first_position = first_position(inner)
         self.scales = [position_scale(layer) for layer in self.layers]
         self.twice = [attends_twice(layer) for layer in self.layers]
-        self._by_length = chooses_by_length(inner.config)
+        self.by_length = chooses_by_length(inner.config)
         self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
         self.running = list(self.layers)  # the layers, or their shells
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
@@ -272,7 +272,7 @@ class CausalLMStages:
 
     def settle(self, longest: int) -> None:
         """Set the longest position of the next sequences, by which longrope picks frequencies."""
-        if self._by_length:
+        if self.by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
     def in_place(self) -> "CausalLMStages":
