@@ -200,7 +200,7 @@ class Recurrent:
         spec = self.program.model.layers[i.layer]
         cell = RecurrentCell(
             spec,
-            self.stages.layers[i.layer],
+            self.stages.running[i.layer],
             list(self._pieces(i.layer, i.chunk)),
             partial(self._call, i),
             self.program.chunks[i.chunk][0],
