@@ -266,9 +266,8 @@ def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
     """Delete the unfinished files that a killed process left in `folder`. Their names are `PARTIAL`
     followed by a match of `ours`; all other files belong to the user."""
     for path in folder.glob(f"{PARTIAL}*"):
-        if not ours.fullmatch(path.name.removeprefix(PARTIAL)):
-            continue
-        clear(path)
+        if ours.fullmatch(path.name.removeprefix(PARTIAL)):
+            clear(path)
 
 
 @contextmanager

@@ -189,6 +189,7 @@ class Kernels:
     compile: bool = False  # run norms and dense MLPs of the layers through torch.compile
     deterministic: bool = False  # on CUDA, the same bits from the same step, slower
     products: Products | None = None  # approximate linear products of layers; null: exact
+    graphs: bool = False  # run steps of one shape as a CUDA graph; not measured yet
 
     def __post_init__(self) -> None:
         if self.attention not in tuple(AttentionKernel):
@@ -196,12 +197,14 @@ class Kernels:
                 f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
             )
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
-        for field in ("fused", "accumulate", "remake", "compile", "deterministic"):
+        for field in ("fused", "accumulate", "remake", "compile", "deterministic", "graphs"):
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise UnsupportedError(f"{field}: expected true or false, got {value!r}")
         if self.products is not None:
             self._check_products()
+        if self.graphs and (self.compile or self.products is not None):
+            raise UnsupportedError("graphs: not supported with compile or products; leave it out")
 
     def _check_products(self) -> None:
         if self.products not in tuple(Products):

@@ -208,6 +208,12 @@ def test_the_optimizer_on_the_command_line_goes_before_the_files(file: Path) -> 
     assert "optimizer.states: 8bit rounds blocks" in str(outcome.exception)
 
 
+def test_a_step_as_a_graph_has_all_gradients_from_the_beginning(file: Path) -> None:
+    assert not asked(write(file)).question.accumulates
+    write(file, kernels={"graphs": True})
+    assert asked(file).question.accumulates
+
+
 def test_all_of_the_run_is_in_the_question(file: Path) -> None:
     write(
         file,

@@ -467,13 +467,15 @@ def test_ranks(layout: Layout, name: str, *, dealt: bool) -> None:
 def test_the_fused_loss_weighs_tokens_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels that are what PyTorch gives, with the gradient in the place of the logits."""
 
-    def kernel(logits: Tensor, targets: Tensor, *, ignored: int) -> Tensor:
-        return functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="none")
-
-    def in_place(logits: Tensor, targets: Tensor, scale: float, *, ignored: int) -> Tensor:
+    def kernel(
+        logits: Tensor, targets: Tensor, scale: float | None = None, *, ignored: int
+    ) -> Tensor:
+        how: Any = {"target": targets, "ignore_index": ignored, "reduction": "none"}
+        if scale is None:
+            return functional.cross_entropy(logits, **how)
         given = logits.clone().requires_grad_()
         with torch.enable_grad():
-            losses = kernel(given, targets, ignored=ignored)
+            losses = functional.cross_entropy(given, **how)
             (found,) = torch.autograd.grad(losses.sum() * scale, given)
         logits.copy_(found)
         return losses.detach()
@@ -483,7 +485,6 @@ def test_the_fused_loss_weighs_tokens_as_the_plain_one(monkeypatch: pytest.Monke
     step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
     monkeypatch.setattr("farspan.engine.loss.fused_for", lambda *_: True)
     monkeypatch.setattr("farspan.engine.loss.cross_entropy", kernel)
-    monkeypatch.setattr("farspan.engine.loss.cross_entropy_", in_place)
     step.prepared_model = replace(step.prepared_model, fused=True)
     loss_of(step.logprobs(*data)).backward()
     assert max(errors(gradients(model), wanted).values()) < EXACT

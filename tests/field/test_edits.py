@@ -527,6 +527,29 @@ def test_adapters_that_are_switched_are_prepared_for_once(monkeypatch: pytest.Mo
     assert len(step._calls.models._kept) == 1, "replaced layers are let go"
 
 
+def test_a_table_that_every_forward_refills_is_no_edit() -> None:
+    """Of longrope: else two steps of a model, which probe it, would prepare each other anew."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model: Any = make_model("llama", rope_parameters=rope)
+    steps = [Step(model, SCHEDULE) for _ in range(2)]
+    values = steps[0].logprobs(DATA.input_ids)
+    with torch.no_grad():
+        model(DATA.input_ids[:, :5])
+    steps[1].evaluate(*DATA)
+    values.sum().backward()
+    assert prepared_again(*steps) == [False, False]
+    model.model.rotary_emb.original_inv_freq.mul_(0.5)
+    assert prepared_again(*steps) == [True, True]
+
+
+def prepared_again(*steps: Step) -> list[bool]:
+    before = [step.prepared_model for step in steps]
+    for step in steps:
+        step.evaluate(*DATA)
+    return [step.prepared_model is not was for step, was in zip(steps, before, strict=True)]
+
+
 def test_looks_are_equal_in_a_copy_but_for_identity() -> None:
     """The text of a look is the same in another process; the look is of this model alone."""
     model = make_model("gemma2")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farspan.hf.dropout import Numbers, dropped
-from farspan.kernels.operations import add_, cross_entropy_, merge_
+from farspan.kernels.operations import add_, cross_entropy, merge_
 from farspan.lazy import load
 from tests.numerics import relative_error
 
@@ -70,7 +70,7 @@ def added(total: Tensor, *parts: Tensor) -> Tensor:
 def differentiated(
     logits: Tensor, targets: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    return cross_entropy_(logits, targets, scale, softcap=softcap), logits
+    return cross_entropy(logits, targets, scale, softcap=softcap), logits
 
 
 def assert_no_less_accurate(found: Tensor, exact: Tensor, plain: Tensor) -> None:

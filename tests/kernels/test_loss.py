@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels.operations import LOSS_BLOCK, cross_entropy, cross_entropy_
+from farspan.kernels.operations import LOSS_BLOCK, cross_entropy
 from farspan.kernels.reference import losses
 from tests.grids import crossed
 from tests.kernels.cases import (
@@ -109,9 +109,9 @@ def far_apart(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     """Losses and gradients, from dense rows and from rows that are spread; then what lies behind
     the last of these."""
     far = spread(torch.nn.functional.pad(logits, (0, 3)))
-    of_far = cross_entropy_(far[:, :-3], targets, SCALE)
+    of_far = cross_entropy(far[:, :-3], targets, SCALE)
     dense = logits.clone()
-    found = cross_entropy_(dense, targets, SCALE)
+    found = cross_entropy(dense, targets, SCALE)
     return found, dense, of_far, far[:, :-3].clone(), far[-1, -3:].clone()
 
 

@@ -5,6 +5,7 @@ from tests.mutants.faults import Fault
 CHOSEN = "tests/engine/test_kernels.py::"
 EACH_WAY = "test_each_direction_has_the_kernel_that_was_measured_for_it"
 FP8 = "tests/engine/test_float8.py::"
+GRAPHS = "tests/engine/test_graphs.py::"
 TAKEN = "tests/engine/test_calibrate.py::test_kernels_that_are_here_are_compared"
 
 KERNELS = (
@@ -55,5 +56,41 @@ KERNELS = (
         'return found if products is None else {**found, "products": products.value}',
         "return found",
         (f"{FP8}test_every_output_of_a_run_says_so",),
+    ),
+    Fault(
+        "graphs: a replay reads the inputs of the call before the last",
+        "place.copy_(getattr(interpreter.inputs, name))",
+        "place.clone()",
+        (f"{GRAPHS}test_a_step_is_replayed_to_the_same_bits[schedule0-dtype0]",),
+    ),
+    Fault(
+        "graphs: weights may move",
+        "[_place(x) for x in fixed],",
+        "len(fixed),",
+        (f"{GRAPHS}test_what_happens_between_steps_is_taken_up[moved]",),
+    ),
+    Fault(
+        "graphs: gradients that are held are overwritten",
+        "_uses(place) == alone if p.grad is None else",
+        "True if p.grad is None else",
+        (f"{GRAPHS}test_gradients_that_are_held_stay",),
+    ),
+    Fault(
+        "graphs: weights may be read in another order",
+        "return x.data_ptr(), x.stride(), x.dtype",
+        "return x.data_ptr(), x.dtype",
+        (f"{GRAPHS}test_what_happens_between_steps_is_taken_up[turned]",),
+    ),
+    Fault(
+        "graphs: gradients begin as the latest replay left them",
+        "torch._foreach_zero_(begun)",
+        "torch._foreach_abs(begun)",
+        (f"{GRAPHS}test_a_step_is_replayed_to_the_same_bits[schedule0-dtype0]",),
+    ),
+    Fault(
+        "graphs: narrow gradients leave their places",
+        "own.gradients.in_place = True",
+        "own.gradients.in_place = False",
+        (f"{GRAPHS}test_gradients_of_micro_batches_add_up[dtype1]",),
     ),
 )

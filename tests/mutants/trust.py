@@ -285,8 +285,8 @@ TRUST = (
     ),
     Fault(
         "weights: earlier batches' sums come before those of ranks",
-        "before = p.own.grad if alone and _adds_at_once(p.own) else None",
-        "before = p.own.grad if _adds_at_once(p.own) else None",
+        "begins = alone and _takes_sums(p.own) and not is_hooked(p.own)",
+        "begins = _takes_sums(p.own) and not is_hooked(p.own)",
         (OF_RANKS + "test_ranks_train_to_the_bits_of_resident_weights[ulysses2-0]",),
     ),
     Fault(
@@ -412,14 +412,14 @@ TRUST = (
     ),
     Fault(
         "losses: KTO's answers come from the sequence itself",
-        "(*chosen[place - 1 :: -1], *chosen",
-        "(*chosen[place::-1], *chosen",
+        "(*chosen[chosen.index(index) - 1 :: -1], *chosen",
+        "(*chosen[chosen.index(index) :: -1], *chosen",
         ("tests/train/test_kto.py::test_a_run_has_trl_s_numbers",),
     ),
     Fault(
         "losses: KTO's divergence is compared with that of the first update",
-        'number = 0 if part == "held_out" else self._update_of(micros)',
-        "number = 0",
+        "else self._update_of(micros)",
+        "else 0",
         ("tests/train/test_kto.py::test_references_are_the_same_numbers",),
     ),
     Fault(

@@ -19,7 +19,7 @@ from farspan.planner.machines import machine
 from farspan.planner.request import Budget, Plan, Question, Remedy
 from farspan.program.layout import ALONE, Layout, refuse_together
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import Kernels, MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import ScheduleConfig, StatesPlace
 from farspan.train.context import InspectedModel, inspect_model
 from farspan.train.memory import Placed
@@ -246,10 +246,10 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: GIB)
     device = replace(one_memory(GIB), unified=False, device_bytes=140 * GIB, reserve=GIB)
     world, looked = DistributedContext(torch.device("cuda")), InspectedModel(spec())
-    for accumulate in (1, 2):
-        run = tiny_run(tmp_path, accumulate=accumulate)
+    for accumulate, graphs in ((1, False), (2, False), (1, True)):
+        run = tiny_run(tmp_path, accumulate=accumulate, kernels=Kernels(graphs=graphs))
         question = question_of(run, looked, device, StatesPlace.DEVICE, world)
-        assert question.accumulates == (accumulate > 1)
+        assert question.accumulates == (accumulate > 1 or graphs)
         policy = a_policy(tmp_path, ScheduleConfig("auto"), device=world.device)
         found = policy._limit(question).machine
         assert (found.device_bytes, found.reserve) == (61 * GIB, GIB)

@@ -212,6 +212,33 @@ def test_an_answer_alone_has_no_other_prompt(
     assert not (Path(run.folder) / "metrics.jsonl").exists()
 
 
+def test_an_evaluation_of_fewer_sequences_lacks_its_references(tmp_path: Path) -> None:
+    """The stored sum is of the mismatched answers that the run began to evaluate."""
+    run = kto_run(tmp_path)
+    run = replace(run, data=replace(run.data, held_out=0.5))
+    run = replace(run, loss=replace(run.objective, reference=Reference.STORED))
+    run = replace(run, evaluation=replace(run.evaluation, sequences=4))
+    with pytest.raises(Stopped):
+        train(run, reporter=Stopping(1))
+    fewer = replace(run, evaluation=replace(run.evaluation, sequences=2))
+    with pytest.raises(UnsupportedError, match=r"evaluation\.sequences that the run began with"):
+        train(fewer, reporter=Quiet())
+    train(run, reporter=Quiet())
+
+
+def test_one_evaluated_answer_gets_the_prompt_of_another(tmp_path: Path) -> None:
+    """Of a held-out sequence that is not evaluated."""
+    records = [{**record, "completion": "yes " * 12} for record in ANSWERS[:6]]
+    run = kto_run(tmp_path, records=records)
+    run = replace(run, data=replace(run.data, held_out=0.34))
+    run = replace(run, evaluation=replace(run.evaluation, sequences=1))
+    held_out = corpus_of(run).held_out
+    assert held_out is not None
+    assert held_out.sequences_per_epoch() == 2
+    train(run, reporter=Quiet())
+    assert metrics(run)[-1]["heldout_kl"] >= 0
+
+
 def test_no_answer_is_paired_with_its_own_prompt(tmp_path: Path) -> None:
     """Where an epoch ends with the answer that begins the next, others are taken."""
     records = [{**record, "completion": "yes " * 12} for record in ANSWERS[:3]]

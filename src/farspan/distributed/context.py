@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farspan.distributed import messages
-from farspan.distributed.agreement import (
-    MISSING,
-    SCOPES,
-    Agreement,
-    Fact,
-    between,
-    key_of,
-)
+from farspan.distributed.agreement import MISSING, SCOPES, Agreement, Fact, between, key_of
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.failure import activity, record_sync
 from farspan.hf.swap import put, replacements
@@ -134,10 +127,7 @@ class ParallelContext:
 
     def _exchange(self, mine: Agreement, digests: list[int], refusal: str | None) -> None:
         turn, self.agreed = self.agreed, self.agreed + 1
-        record_sync()
-        rows = torch.tensor([[refusal is not None, *digests, *mine.figures]], device=self.device)
-        peers = self.among(*AXES)
-        table = peers.gather(rows, [1] * peers.size).tolist()
+        table = self.figures([refusal is not None, *digests, *mine.figures])
         mine.table = [row[-len(mine.figures) :] for row in table]
         if not any(row[0] for row in table) and not self._unlike([row[1:] for row in table]):
             return
@@ -267,9 +257,7 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
     """Return True if only rank 0 has loaded the weights, False if all ranks have. All ranks call
     this. Raises UnsupportedError for any other mix of loaded and missing weights."""
     here = {not p.is_meta for p in model.parameters()}
-    peers = ranks.among(*AXES)
-    mine = torch.tensor([len(here) > 1, True in here], dtype=torch.int32, device=ranks.device)
-    mixed, whole = peers.gather(mine[None], [1] * peers.size).T.tolist()
+    mixed, whole = zip(*ranks.figures([len(here) > 1, True in here]), strict=True)
     if not any(mixed) and all(whole):
         return False
     if any(mixed) or not whole[0] or any(whole[1:]):

@@ -377,7 +377,10 @@ class FailureDetector:
                 store.add(f"heartbeat/{self.rank}", 1)
                 store.set(f"at/{self.rank}", json.dumps([sync_record.syncs, sync_record.activity]))
                 self._known = self._known or self._fault(store) or self._missed(store)
-                self._run_task(store)
+                if self._task is not None and self._known is None:
+                    self._task.look(store)
+                elif self._task is not None:
+                    self._task.give_up()
                 assert self._beats is not None
                 self._beats += 1
             except RuntimeError:
@@ -389,14 +392,6 @@ class FailureDetector:
             if self._known is not None and self._leave is not None and known_for >= GRACE:
                 self._leave(self._known.error())
             self._stop.wait(HEARTBEAT)
-
-    def _run_task(self, store: Store) -> None:
-        if self._task is None:
-            return
-        if self._known is None:
-            self._task.look(store)
-        else:
-            self._task.give_up()
 
     def _missed(self, store: Store) -> Fault | None:
         """Return the fault of a rank whose process ended without reporting an error; else None."""
@@ -423,9 +418,7 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _fault(self, store: Store) -> Fault | None:
-        if not store.check(["fault"]):
-            return None
-        return self._read_fault(store)
+        return self._read_fault(store) if store.check(["fault"]) else None
 
     def _read_fault(self, store: Store) -> Fault:
         """Return the published fault once it is there; if malformed, a fault that says so."""
@@ -460,15 +453,10 @@ def _exited(rank: int) -> Fault:
 
 def _words(error: BaseException) -> str:
     text = str(error).strip()
-    if _is_plain(error):
+    if type(error).__module__.startswith("farspan."):  # its own errors need no type's name
         return text
     first = text.splitlines()[0] if text else ""
     return f"{type(error).__name__}: {first}".rstrip(": ")
-
-
-def _is_plain(error: BaseException) -> bool:
-    """Return whether messages show an error without its type's name: only farspan's own errors."""
-    return type(error).__module__.startswith("farspan.")
 
 
 def _of_a_collective(error: BaseException) -> bool:
@@ -513,11 +501,6 @@ class CooperativeStop:
         """Request that all ranks stop. `number`, above 0, is the reason; among several requests the
         largest counts. Takes no lock: a signal handler may interrupt the lock's holder."""
         self._asked = max(number, self._asked)
-
-    @property
-    def is_asked(self) -> bool:
-        """True once this rank knows of a request that all ranks stop."""
-        return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:
         """Return the reason to stop if all ranks stop at this call, 0 if they go on. All ranks make

@@ -444,7 +444,10 @@ class ShardedParameters:
             empty = torch.empty(0, dtype=torch.uint8)
             for p, (name, slots) in parameters.items():
                 rows = (0, p.shape[0] if p.ndim else 1)
-                own = self._blank(p) if p.is_meta else p
+                own = p
+                if p.is_meta:
+                    blank = torch.empty_like(p, device=self._home)
+                    own = nn.Parameter(blank, p.requires_grad)
                 unit.cuts.append(_ShardedParameter(name, slots, own, own, rows, empty, empty))
             unit.put(True)
             return
@@ -493,10 +496,6 @@ class ShardedParameters:
         if gradient_dtype(parameter) != parameter.dtype:
             own.grad_dtype = gradient_dtype(parameter)
         return own
-
-    def _blank(self, parameter: nn.Parameter) -> nn.Parameter:
-        there = torch.empty_like(parameter, device=self._home)
-        return nn.Parameter(there, parameter.requires_grad)
 
     def _dtensor(self, unit: _FsdpUnit, local: Tensor, like: Tensor) -> DTensor:
         return DTensor.from_local(

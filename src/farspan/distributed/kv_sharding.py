@@ -168,13 +168,14 @@ class Ring:
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
-        return _pass_on(self.peers, parts, places, (k, v))
+        return _Pass(self.peers.pass_round(parts, places), parts, (k, v))
 
     def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
         """Start to send peer `source`'s dK, dV on, and to receive those of the peer before it."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
-        return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))
+        coming = self.peers.pass_round(rows.gradients, (dk, dv))
+        return _Pass(coming, rows.gradients, (dk, dv))
 
 
 @dataclass(slots=True)
@@ -212,17 +213,6 @@ class _Pass:
             work.wait()
         self.sent = ()
         return self.received
-
-
-def _pass_on(
-    peers: Communicator,
-    sent: Sequence[Tensor],
-    places: Sequence[Tensor],
-    received: tuple[Tensor, Tensor],
-) -> _Pass:
-    """Start to send tensors to the next peer, and to receive tensors from the previous peer into
-    `places`, which are parts of `received`."""
-    return _Pass(peers.pass_round(sent, places), sent, received)
 
 
 # -- queries travel ------------------------------------------------------------------------------

@@ -281,10 +281,6 @@ class DistributedContext:
             return 0
         return 0 if self.halt is None else self.halt.pass_place()
 
-    def stop_requested(self) -> bool:
-        """Return whether this rank knows of a request to stop after a cell; others may not."""
-        return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
-
     def first_given(self, value: T | None) -> tuple[int, T] | None:
         """Return the first rank whose value is not None, with this value; None if all are None."""
         everyone = enumerate(self.all_gather(value))
@@ -300,7 +296,7 @@ class DistributedContext:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the value of each rank, in the order of ranks."""
-        return [value] if self.launch is None else _everyone(value)
+        return [value] if self.launch is None else messages.gather(value)
 
     def sum_over_replicas(self, count: int) -> int:
         """Return the sum of `count` over replicas."""
@@ -367,7 +363,7 @@ def _refuse_unlike(values: Mapping[str, Any]) -> None:
     """Raise UnsupportedError if this rank's settings or versions differ from rank 0's."""
     settings = {key: value for key, value in values.items() if key not in OWN}
     mine = {**settings, "farspan": VERSION, "torch": torch.__version__}
-    all_of = _everyone(mine)
+    all_of = messages.gather(mine)
     for key in sorted({key for facts in all_of for key in facts}):
         by_rank = [facts.get(key) for facts in all_of]
         others = [rank for rank, value in enumerate(by_rank) if value != by_rank[0]]
@@ -376,10 +372,6 @@ def _refuse_unlike(values: Mapping[str, Any]) -> None:
                 f"{key}: {by_rank[0]!r} on rank 0, but {by_rank[others[0]]!r} on "
                 f"{_listed(others)}; give every rank the same"
             )
-
-
-def _everyone(value: T) -> list[T]:
-    return messages.gather(value)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -16,19 +16,15 @@ is not, something between the sharded modules mixes heads or features, and the m
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from farspan.distributed.collectives import Communicator, Counts
-from farspan.distributed.tensor_plan import (
-    INSTEAD,
-    LayerPlan,
-    TensorBlock,
-    TensorPlan,
-    WideModule,
-)
+from farspan.distributed.tensor_plan import INSTEAD, LayerPlan, TensorBlock, TensorPlan, WideModule
+from farspan.hf.dropout import Adjoint
 from farspan.hf.edits import layer_signature
 from farspan.hf.probe import distance
 from farspan.hf.swap import Module, StandIn, put, shell_of
@@ -119,12 +115,16 @@ class _SharedBlock(StandIn):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         inputs = {"hidden_states": arguments[0]} if arguments else keywords
-        tokens = _Gather.apply(inputs["hidden_states"], self._peers, self._counts, TOKENS)
+        gather, scatter_sum = (
+            partial(move, peers=self._peers, counts=self._counts, dim=TOKENS)
+            for move in (_gather, _scatter_sum)
+        )
+        tokens = Adjoint.apply(inputs["hidden_states"], gather, scatter_sum)
         if arguments:
             out = self._module(tokens, *arguments[1:], **keywords)
         else:
             out = self._module(**{**keywords, "hidden_states": tokens})
-        own = _ScatterSum.apply(first(out), self._peers, self._counts, TOKENS)
+        own = Adjoint.apply(first(out), scatter_sum, gather)
         return with_first(out, own if self.last_bias is None else own + self.last_bias)
 
 
@@ -146,14 +146,22 @@ class _Wide(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dim = x.ndim - len(self._wide.shape)
         size = x.shape[dim]
-        place = _WeightPlace(self._wide.name, dim, self._index * size, size, self._gather)
+        start = self._index * size
+
+        def own(x: Tensor) -> Tensor:
+            return x.narrow(dim, start, size).contiguous()
+
+        def every(x: Tensor) -> Tensor:
+            return self._gather(self._wide.name, x, dim)
+
         # Every rank has the gradients of all these weights; each keeps those of its own features.
-        own = {
-            name: p if p is None else _detach_other_rows(p, place.start, size)
+        parameters = {
+            name: p if p is None else _detach_other_rows(p, start, size)
             for name, p in self.inner._parameters.items()
         }
-        module = shell_of(self.inner, parameters=own, own_forward=True)
-        return _Own.apply(module(_Every.apply(x, place)), place)
+        module = shell_of(self.inner, parameters=parameters, own_forward=True)
+        # All ranks compute the same from all features, so no gradient is a sum over ranks.
+        return Adjoint.apply(module(Adjoint.apply(x, every, own)), own, every)
 
 
 class _LocalHeads:
@@ -198,76 +206,6 @@ def _detach_other_rows(weight: Tensor, start: int, size: int) -> Tensor:
     """Return `weight`, and pass gradients only to this rank's rows, [start, start + size)."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
-
-
-@dataclass(frozen=True, slots=True)
-class _WeightPlace:
-    """Range of a module's features that this rank holds, and how to gather those of all ranks."""
-
-    module: str
-    dim: int
-    start: int
-    size: int
-    gather: GatherFeatures
-
-    def own(self, x: Tensor) -> Tensor:
-        return x.narrow(self.dim, self.start, self.size).contiguous()
-
-    def every(self, x: Tensor) -> Tensor:
-        return self.gather(self.module, x, self.dim)
-
-
-class _Every(torch.autograd.Function):
-    """Gather of the features of all ranks. All ranks compute the same from these, so the backward
-    just selects this rank's part of the gradient, without a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
-        ctx.place = place
-        return place.every(x)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        return ctx.place.own(dout), None
-
-
-class _Own(torch.autograd.Function):
-    """Selection of this rank's features; its backward gathers the gradients of all features."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
-        ctx.place = place
-        return place.own(x)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        return ctx.place.every(dout), None
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather of the peers' parts along a dimension; its backward is the reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Tensor:
-        ctx.call = peers, counts, dim
-        return _gather(x, peers, counts, dim)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scatter_sum(dout, *ctx.call), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """Reduce-scatter of the peers' parts along a dimension; its backward is the all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Tensor:
-        ctx.call = peers, counts, dim
-        return _scatter_sum(x, peers, counts, dim)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(dout, *ctx.call), None, None, None
 
 
 def _gather(x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Tensor:

@@ -22,13 +22,7 @@ from farspan.attention.chunk import AttentionCall, attend, attend_backward
 from farspan.attention.far import FarAttention, FarRun
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.kv_sharding import KVShards, Ring
-from farspan.engine.buffers import (
-    KVHeads,
-    KVPrefix,
-    ProgramBuffers,
-    StagingBuffers,
-    streamed_spans,
-)
+from farspan.engine.buffers import KVHeads, KVPrefix, ProgramBuffers, StagingBuffers, streamed_spans
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.loss import StepInputs
 from farspan.engine.ulysses import (

@@ -101,6 +101,7 @@ class GradientAccumulator:
 
     def __init__(self, reduce: Reduce | None = None, hooked: Iterable[nn.Parameter] = ()) -> None:
         self.received: dict[nn.Parameter, None] = {}  # parameters with a gradient, in order
+        self.in_place = False  # a `.grad` keeps its memory, whose address a CUDA graph has
         self._hooked = set(hooked)
         self._open: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}
@@ -163,7 +164,10 @@ class GradientAccumulator:
                 continue
             if parameter.grad is not None:
                 total.add_(parameter.grad)
-            parameter.grad = total.to(parameter.grad_dtype or total.dtype)
+            if parameter.grad is not None and self.in_place:
+                parameter.grad.copy_(total)
+            else:
+                parameter.grad = total.to(parameter.grad_dtype or total.dtype)
 
     def finish(self) -> None:
         """Give each parameter with hooks its whole gradient, so that each hook is called once."""

@@ -18,7 +18,7 @@ from farspan.hf.dropout import Draws
 from farspan.hf.routers import RouterLoss
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
-from farspan.kernels.operations import cross_entropy, cross_entropy_
+from farspan.kernels.operations import cross_entropy
 from farspan.program.attention_blocks import most_tokens
 from farspan.spec import UnsupportedError
 
@@ -251,7 +251,7 @@ class LossHead:
         if rows.untyped_storage()._cdata in saved:  # a soft cap saves its output
             rows = rows.clone()
         smoother = self._smoother(rows, targets.flatten())
-        losses = cross_entropy_(rows, targets.flatten(), 1 / self.count, ignored=IGNORED)
+        losses = cross_entropy(rows, targets.flatten(), 1 / self.count, ignored=IGNORED)
         if smoother is not None:
             losses += smoother
             self._smooth(rows, targets.flatten())

@@ -289,7 +289,7 @@ def parallelize(
             here=here,
         )
     if weights is not None:
-        weights.give(partial(_fill, sharded, tensor))
+        weights.give(lambda n, x: sharded.fill(n, x if tensor is None else tensor.cut(n, x)))
     spec, tiles, now = inspected.spec, inspected.tiles, inside(stages.model)
     return ShardedModel(ranks, spec, stages.dtype, sharded, tensor, tiles, now)
 
@@ -370,12 +370,6 @@ def _run(stages: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
         return run_layer(layer, hidden, cast_call(call, dtype))
 
 
-def _fill(
-    sharded: ShardedParameters, tensor: TensorParallel | None, name: str, whole: Tensor
-) -> None:
-    sharded.fill(name, whole if tensor is None else tensor.cut(name, whole))
-
-
 def _drop_other_stages(
     stages: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
@@ -452,7 +446,10 @@ class ShardedUpdate:
 
 def sharded_parameters(sharded_model: ShardedModel) -> ShardedUpdate:
     sharded = sharded_model.sharded
-    pieces = {name: _piece(own) for name, own in sharded.parameters().items()}
+    pieces = {
+        name: nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
+        for name, own in sharded.parameters().items()
+    }
     trained = {name: piece for name, piece in pieces.items() if piece.requires_grad}
     outer = sharded.whole(sharded.outer).keys()
     counted = frozenset(
@@ -460,12 +457,6 @@ def sharded_parameters(sharded_model: ShardedModel) -> ShardedUpdate:
     )
     return ShardedUpdate(
         sharded_model, trained, pieces, sharded.places(_slices(sharded_model)), counted
-    )
-
-
-def _piece(weight: nn.Parameter) -> nn.Parameter:
-    return (
-        nn.Parameter(local(weight), weight.requires_grad) if isinstance(weight, DTensor) else weight
     )
 
 

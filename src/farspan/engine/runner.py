@@ -14,6 +14,7 @@ from farspan.attention.far import Seen
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.far import FarStep
 from farspan.engine.gradients import GradientAccumulator, call_accumulated, is_hooked, uncast
+from farspan.engine.graphs import StepGraphs, refuse_graphs
 from farspan.engine.heads import ValueHead
 from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLayers, TiledLayers
 from farspan.engine.loss import LossHead, StepInputs
@@ -104,6 +105,7 @@ class Runner:
     poison: bool
     smoothing: float = 0.0  # of labels
     watches: bool = True  # one cell of a step with `far` measures its coverage
+    graphs: StepGraphs | None = None  # None: steps run without CUDA graphs
     # Called when a program with a backward begins; returns a callback for each issued instruction.
     watch: Callable[[Program], Callable[[Instruction], None]] | None = None
     copies: CopyEngine = field(init=False)
@@ -134,6 +136,8 @@ class Runner:
     ) -> PreparedProgram:
         """Return the program for batches of this shape, building it on first use. With `is_cut`,
         forward and backward run separately."""
+        if self.graphs is not None and (evaluation or is_cut or self.watch is not None):
+            self.graphs.drop()  # a program that runs without graphs needs their memory
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         # The last two affect the choice of kernels.
@@ -156,6 +160,8 @@ class Runner:
     def release(self, model: PreparedModel) -> None:
         """Free the arenas' memory; the next step allocates it again."""
         self.memory.open_forward = None
+        if self.graphs is not None:
+            self.graphs.drop()
         for arena in self.memory.arenas.values():
             arena.release()
         if model.weights is not None:
@@ -167,12 +173,17 @@ class Runner:
         """Run a whole program and return the mean loss: the sum over tokens, divided by `count`."""
         gradients, program = accumulator(model), prepared.program
         routers = inputs.routers
+        graphs = self.graphs if self.watch is None else None
+        if graphs is not None and program.trains():
+            refuse_graphs(model, program, inputs)
         with self.issuing(model, program, gradients, inputs):
             tokens = program.schedule.loss_chunk_size
             how = model.outer, model.fused, self.smoothing
             head = LossHead(model.stages, count, tokens, *how)
             interpreter = self.interpreter(model, prepared, inputs, head, gradients)
-            loss = interpreter.run(prepared.orders if self.copies.overlap else None)
+            loss = graphs.run(interpreter) if graphs is not None and program.trains() else None
+            if loss is None:
+                loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if model.sharded is not None:
                 model.sharded.ranks.among(*AXES).sum(loss)
             if routers is not None:

@@ -13,6 +13,7 @@ from farspan.distributed.agreement import agreement
 from farspan.distributed.context import ParallelContext
 from farspan.engine.calls import Calls, written
 from farspan.engine.far import FarStep, far_step
+from farspan.engine.graphs import StepGraphs
 from farspan.engine.heads import FromLogits, HeadFunction, LogitsFunction, LogProbs, TopIds
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.parallelize import ShardedModel, refuse_schedule
@@ -174,7 +175,8 @@ class Step:
                 raise UnsupportedError(
                     f"{name}: expected a number of at least 0, below {most}, got {value!r}"
                 )
-        runner = Runner(memory, overlap, far, progress, poison, label_smoothing)
+        graphs = StepGraphs() if wanted.graphs else None
+        runner = Runner(memory, overlap, far, progress, poison, label_smoothing, graphs=graphs)
         self.head, self.runner = head, runner
         self._calls = Calls(models, self.runner, planner, seed, neftune_alpha, router_z)
 

@@ -347,7 +347,8 @@ class StreamedWeights:
         alone = program.share.rank.layout.devices() == 1
         for p in self._trained(program, i.group, outer=i.outer):
             assert p.sum is not None
-            before = p.own.grad if alone and _adds_at_once(p.own) else None
+            begins = alone and _takes_sums(p.own) and not is_hooked(p.own)
+            before = p.own.grad if begins else None
             if before is not None:
                 copies.fetch(p.sum, before)
             sums.place(p.used, p.sum, fresh=before is None)
@@ -459,11 +460,6 @@ _LOAD = 16  # bytes, the widest load of a kernel
 def _divides(size: int) -> int:
     """Return a sort key for bytes: multiples of larger powers of two, up to 4 KiB, come first."""
     return -(size & -size & 4095 or 4096)
-
-
-def _adds_at_once(parameter: nn.Parameter) -> bool:
-    """Return whether a step's gradient sums may begin with the value of `.grad`."""
-    return _takes_sums(parameter) and not is_hooked(parameter)
 
 
 def _takes_sums(parameter: nn.Parameter) -> bool:

@@ -402,17 +402,12 @@ def _products_error(
     function, errors = function_of(schedule, None, torch.bfloat16), list[float]()
     for kernels in (Kernels(products=products), Kernels()):
         loss, gradients = _stepped(low, function, data, kernels)
-        errors += _whole_error(gradients, exact[1]), _error(loss, exact[0])
+        ours, theirs = (
+            torch.cat([each[name].double().flatten() for name in exact[1]])
+            for each in (gradients, exact[1])
+        )
+        errors += _error(ours, theirs), _error(loss, exact[0])
     return ProductsError(products, *errors)
-
-
-def _whole_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the L2 error of all gradients together, divided by the norm of those expected."""
-    ours, theirs = (
-        torch.cat([each[name].double().flatten() for name in expected])
-        for each in (gradients, expected)
-    )
-    return _error(ours, theirs)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -449,7 +444,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
     within = (
         judged.passed(loss_error)
         and (own_error or 0.0) <= (EXACT if in_double else OWN)
-        and structure.passed()
+        and structure.judged.passed(structure.loss_error)
     )
     told = None
     if dense is not None:
@@ -496,9 +491,6 @@ class Structure:
     def error(self) -> float:
         """Largest relative error of any parameter's gradient."""
         return max([self.loss_error, *(e.error for e in self.judged.errors)])
-
-    def passed(self) -> bool:
-        return self.judged.passed(self.loss_error)
 
 
 def _structure(twin: nn.Module, function: Function, data: Data, exact: Outcome) -> Structure:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from farspan.hf.swap import forwards, put_in
@@ -149,26 +148,21 @@ def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
     return out
 
 
-class _Dropped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, numbers: Numbers) -> Tensor:
-        ctx.given = p, numbers
-        return dropped(x, p, numbers)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return dropped(dout, *ctx.given), None, None
+Change = Callable[[Tensor], Tensor]
 
 
-class _Noisy(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor, most: float, numbers: Numbers) -> Tensor:
-        return noisy(x, most, numbers)
+class Adjoint(torch.autograd.Function):
+    """Autograd function `ahead`, linear up to a constant. `back` makes the gradient of its input
+    from that of its output, so autograd saves nothing."""
 
     @staticmethod
-    def backward(_: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return dout, None, None
+    def forward(ctx: Any, x: Tensor, ahead: Change, back: Change) -> Tensor:
+        ctx.back = back
+        return ahead(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dout), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +215,8 @@ class Draws:
         return Numbers(keys, self.row + self.place.row, self.place.first, self.fused)
 
     def forward(self, name: str, module: nn.Dropout, x: Tensor) -> Tensor:
-        out: Tensor = _Dropped.apply(x, module.p, self.numbers(name, x))
-        return out
+        drop = partial(dropped, p=module.p, numbers=self.numbers(name, x))
+        return Adjoint.apply(x, drop, drop)
 
     def embed(self, table: nn.Module, forward: Callable[..., Tensor], *ids: Any) -> Tensor:
         """Run the embedding, and in training add NEFTune's noise to its output."""
@@ -230,8 +224,8 @@ class Draws:
         if self.alpha is None or not table.training:
             return out
         most = self.alpha / (self.tokens * out.shape[2]) ** 0.5
-        found: Tensor = _Noisy.apply(out, most, self.numbers(NOISE, out))
-        return found
+        noise = partial(noisy, most=most, numbers=self.numbers(NOISE, out))
+        return Adjoint.apply(out, noise, _same)
 
 
 def refuse_noise(alpha: float | None) -> float | None:

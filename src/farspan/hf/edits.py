@@ -28,6 +28,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from farspan.hf.unsupported import LONG_ROPE
+
 NUMBERS = (bool, int, float, complex)
 AS_THEY_ARE = {str, bytes, type(None), torch.dtype, torch.Size, range}
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, partial)
@@ -149,6 +151,9 @@ class _ModelWalk:
             self._inside = isinstance(held, nn.Module)
             state = {"__class__": self._class_of(type(held))}
             for name, value in vars(held).items():
+                if name == "_buffers" and vars(held).get("rope_type") == LONG_ROPE:
+                    # Each forward refills this one: a plain call, or another step's probe.
+                    value = {key: x for key, x in value.items() if key != "inv_freq"}
                 if name not in IGNORED:
                     state[name] = self._comparable(value, name)
             yield self._path, state

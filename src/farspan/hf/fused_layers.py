@@ -30,16 +30,7 @@ from farspan.hf.swap import shell_of
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.kernels import reference
 from farspan.kernels.launch import fused_for
-from farspan.kernels.operations import (
-    WIDEST,
-    Act,
-    Norm,
-    gated,
-    normed,
-    rms_norm,
-    rotated,
-    swiglu,
-)
+from farspan.kernels.operations import WIDEST, Act, Norm, gated, normed, rms_norm, rotated, swiglu
 from farspan.spec import Kernels, UnsupportedError
 
 Forward = Callable[..., Any]
@@ -134,18 +125,19 @@ def _near(actual: Tensor, expected: Tensor, limit: float) -> bool:
     return error <= limit * float(expected.double().norm())
 
 
-def _kernel_or_own(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
-    """Return a forward that runs the kernel on inputs it supports, else the module's own code."""
+def _or_own(run: Callable[[nn.Module, Tensor], Any], takes: Callable[[Any], bool]) -> Forward:
+    """Return a forward that calls `run` with an input that it takes, else the module's own code."""
 
     def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        if len(arguments) == 1 and not keywords and _takes(*arguments):
-            return fused(shell, *arguments)
+        if len(arguments) == 1 and not keywords and takes(*arguments):
+            return run(shell, *arguments)
         return type(shell).forward(shell, *arguments, **keywords)
 
     return forward
 
 
 def _takes(*tensors: Any) -> bool:
+    """Return whether the kernels support these inputs."""
     return all(isinstance(x, Tensor) and fused_for(x.device, x.dtype) for x in tensors)
 
 
@@ -169,7 +161,7 @@ def norm_forward(module: nn.Module, remakes: bool = True) -> Forward | None:
         return None
     for norm in (Norm(eps), Norm(eps, cast=False), Norm(eps, offset=1.0, cast=False)):
         if _passes(partial(_norms, module, weight.shape[0], norm)):
-            return _kernel_or_own(partial(_normed, norm, remakes))
+            return _or_own(partial(_normed, norm, remakes), _takes)
     return None
 
 
@@ -202,7 +194,7 @@ def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
     """Return the fused forward of a gated MLP: an activation and three linear modules, or two if
     gate and up are one module. None if the module is not a gated MLP."""
     found = _gate_of(module)
-    return None if found is None else _kernel_or_own(partial(_gated, found, linears))
+    return None if found is None else _or_own(partial(_gated, found, linears), _takes)
 
 
 class _Gate(NamedTuple):
@@ -331,15 +323,12 @@ def _rotate(
 # -- PyTorch's operators, run again -------------------------------------------------------------
 
 
-def _again_or_own(again: Callable[[nn.Module, Tensor], Any]) -> Forward:
-    """Return a forward that runs `again` in a kept cell, else the module's own code."""
+def _in_kept_cell(_: Any) -> bool:
+    return is_recording()
 
-    def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        if is_recording() and len(arguments) == 1 and not keywords:
-            return again(shell, *arguments)
-        return type(shell).forward(shell, *arguments, **keywords)
 
-    return forward
+def _run_again(shell: nn.Module, x: Tensor) -> Tensor:
+    return rerun(partial(type(shell).forward, shell), x)
 
 
 def norm_again(module: nn.Module) -> Forward | None:
@@ -350,7 +339,7 @@ def norm_again(module: nn.Module) -> Forward | None:
         return None
     if not _passes(partial(_repeats, module, parameters)):
         return None
-    return _again_or_own(lambda shell, x: rerun(partial(type(shell).forward, shell), x))
+    return _or_own(_run_again, _in_kept_cell)
 
 
 def _repeats(module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
@@ -368,7 +357,7 @@ def gate_again(module: nn.Module) -> Forward | None:
     """Return the forward of a gated MLP by PyTorch's operators of which kept cells run act(gate) *
     up again; None if the module is not a gated MLP."""
     found = _gate_of(module)
-    return None if found is None else _again_or_own(partial(_gated_again, found))
+    return None if found is None else _or_own(partial(_gated_again, found), _in_kept_cell)
 
 
 def _gated_again(of: _Gate, shell: nn.Module, x: Tensor) -> Any:
@@ -385,10 +374,8 @@ def rules(
     `remakes`, such that kept cells store neither norms' outputs nor act(gate) * up."""
     found: tuple[Rule, ...] = ()
     if fused:
-        norms, gates = (
-            partial(norm_forward, remakes=remakes),
-            partial(gate_forward, linears=linears),
-        )
+        norms = partial(norm_forward, remakes=remakes)
+        gates = partial(gate_forward, linears=linears)
         found = norms, gates, lambda module: _rotating(type(module).forward)
     return (*found, norm_again, gate_again) if remakes else found
 

@@ -198,16 +198,12 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
 @torch.no_grad()
 def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
     """Return each layer's attention, without the checks that depend on the weights' values."""
-    asked: dict[Any, tuple[LayerSpec, int]] = {}
     with routed(stages.model), uncompiled(), _NoChance():
-        positions = torch.zeros(1, 1, dtype=torch.long, device=stages.device)
-        kinds = stages.kinds()
+        calls = stages.calls(1, torch.zeros(1, 1, dtype=torch.long, device=stages.device))
         # A scan of one token takes as long as one of hundreds, so one layer of each kind runs.
-        for index, call in enumerate(stages.calls(1, positions)):
-            if kinds[index] not in asked:
-                asked[kinds[index]] = _ask(stages, index, call)
-        seen = [asked[kind][0] for kind in kinds]
-        _refuse_other_calls(stages, sum(asked[kind][1] for kind in kinds), seen)
+        asked = stages.for_each_kind(lambda index: _ask(stages, index, calls[index]))
+        seen = [spec for spec, _ in asked]
+        _refuse_other_calls(stages, sum(count for _, count in asked), seen)
         refuse_forgetting(stages, seen)
     return seen
 
@@ -229,7 +225,12 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
             f"under it, got {found}; load the model in bfloat16"
         )
     spec = _with_states(stages, hidden, index, call, dense.seen.get(index, UNATTENDING))
-    _refuse_hidden_state(stages, index, spec)
+    mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
+    if mixes and not spec.state:  # chunks would cut it
+        raise UnsupportedError(
+            f"model: layer {index} of {type(stages.model).__name__} has a convolution over "
+            "tokens and hands no state on through the cache"
+        )
     return spec, dense.calls
 
 
@@ -243,16 +244,6 @@ def _with_states(
     with answering(ProbeAttention(layer=index)):
         run_piece(stages.running[index], hidden, call, states)
     return replace(spec, state=state_spec(states.after))
-
-
-def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raise UnsupportedError for a convolution without state in `spec`: chunks would cut it."""
-    mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
-    if mixes and not spec.state:
-        raise UnsupportedError(
-            f"model: layer {index} of {type(stages.model).__name__} has a convolution over "
-            "tokens and hands no state on through the cache"
-        )
 
 
 def _refuse_lost_gradients(stages: CausalLMStages) -> None:
@@ -370,7 +361,9 @@ def _run_staged(
     dense = ProbeAttention()
     positions = torch.arange(TOKENS, device=ids.device)[None]
     hidden, calls = stages.embed(ids, positions)
-    _refuse_mixing(stages, "embedded", *_embedded_in_chunks(stages, ids, hidden))
+    cuts = list(pairwise((0, CUT, TOKENS)))
+    parts = [stages.embed(ids[:, a:b], positions[:, a:b])[0] for a, b in cuts]
+    _refuse_mixing(stages, "embedded", torch.cat(parts, dim=1), hidden)
     for dense.layer, call in enumerate(calls):
         before = hidden
         with answering(dense, dense.choose):
@@ -383,19 +376,9 @@ def _run_staged(
     if not _is_whole(read, whole):
         _refuse_second_states(stages, ids)
     _refuse_mixing(stages, "run layer by layer", read, whole)
-    pieces = [stages.read(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
+    pieces = [stages.read(hidden[:, a:b]) for a, b in cuts]
     _refuse_mixing(stages, "with its head run in pieces", torch.cat(pieces, dim=1), whole)
     return seen
-
-
-def _embedded_in_chunks(
-    stages: CausalLMStages, ids: Tensor, whole: Tensor
-) -> tuple[Tensor, Tensor]:
-    parts = []
-    for start, stop in pairwise((0, CUT, TOKENS)):
-        positions = torch.arange(start, stop, device=ids.device)[None]
-        parts.append(stages.embed(ids[:, start:stop], positions)[0])
-    return torch.cat(parts, dim=1), whole
 
 
 def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
@@ -587,7 +570,6 @@ def _with_gradient(
 
 def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
     """Return a layer's call with its floating-point tensors cast to another dtype."""
-
     return call.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 

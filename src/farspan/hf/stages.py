@@ -249,7 +249,7 @@ class CausalLMStages:
         self.first_position = first_position(inner)
         self.scales = [position_scale(layer) for layer in self.layers]
         self.twice = [attends_twice(layer) for layer in self.layers]
-        self._by_length = chooses_by_length(inner.config)
+        self.by_length = chooses_by_length(inner.config)
         self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
         self.running = list(self.layers)  # the layers, or their shells
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
@@ -272,7 +272,7 @@ class CausalLMStages:
 
     def settle(self, longest: int) -> None:
         """Set the longest position of the next sequences, by which longrope picks frequencies."""
-        if self._by_length:
+        if self.by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
     def in_place(self) -> "CausalLMStages":
@@ -499,6 +499,15 @@ class CausalLMStages:
         calls = self.calls(1, torch.zeros(1, 1, dtype=torch.long, device=self.device))
         made = (layer_signature(layer, index) for index, layer in enumerate(self.layers))
         return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
+
+    def for_each_kind(self, make: Callable[[int], Found]) -> list[Found]:
+        """Return the result of `make` for each layer, called for the first layer of each kind."""
+        known: dict[Any, Found] = {}
+        kinds = self.kinds()
+        for index, kind in enumerate(kinds):
+            if kind not in known:
+                known[kind] = make(index)
+        return [known[kind] for kind in kinds]
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Run one decoder layer on a chunk, [batch, tokens, hidden], and return its output."""

@@ -27,7 +27,7 @@ from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, attended, eager_experts, routed
 from farspan.hf.compiled import uncompiled
-from farspan.hf.dropout import Draws, TokenRange, still
+from farspan.hf.dropout import Adjoint, Draws, TokenRange, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
@@ -189,36 +189,30 @@ class _ChildUse:
 def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
     """Return, by layer, the children that may run on tiles of tokens. Raises UnsupportedError if a
     child with many activations may not, or if a layer has no such child."""
-    known: dict[Any, tuple[Tokenwise, ...]] = {}
-    found = []
     with uncompiled(), routed(stages.model), still(stages.model), torch.no_grad():
-        for index, kind in enumerate(stages.kinds()):
-            if kind not in known:
-                known[kind] = _Probe(stages, index).run()
-            found.append(known[kind])
-    return tuple(found)
+        return tuple(stages.for_each_kind(lambda index: _Probe(stages, index).run()))
 
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
     """Return, by layer, the children that probably may run on tiles of tokens. A model without
     values allows no proof: a child counts as `needed` if autograd saves its output."""
-    known: dict[Any, tuple[Tokenwise, ...]] = {}
-    for index, kind in enumerate(stages.kinds()):
-        if kind not in known:
-            outputs: dict[str, Tensor] = {}
-            saved = SavedActivations((), outputs)
-            with saved.hooks(), still(stages.model):
-                seen = _Probe(stages, index).watch(stages.layers[index], outputs)
-            known[kind] = tuple(
-                Tokenwise(
-                    name,
-                    len(child.out) if isinstance(child.out, tuple) else None,
-                    child.read or name in saved.references,
-                )
-                for name, child in seen.items()
-                if _is_worth(child)
+
+    def find(index: int) -> tuple[Tokenwise, ...]:
+        outputs: dict[str, Tensor] = {}
+        saved = SavedActivations((), outputs)
+        with saved.hooks(), still(stages.model):
+            seen = _Probe(stages, index).watch(stages.layers[index], outputs)
+        return tuple(
+            Tokenwise(
+                name,
+                len(child.out) if isinstance(child.out, tuple) else None,
+                child.read or name in saved.references,
             )
-    return tuple(known[kind] for kind in stages.kinds())
+            for name, child in seen.items()
+            if _is_worth(child)
+        )
+
+    return tuple(stages.for_each_kind(find))
 
 
 @dataclass(slots=True)
@@ -418,20 +412,8 @@ class _BlankOut(StandIn):
         self._outputs = outputs
 
     def forward(self, x: Tensor) -> Any:
-        out = _Blank.apply(_first_of(self._module(x)))
+        out = Adjoint.apply(_first_of(self._module(x)), blank, lambda dout: dout)
         return out if self._outputs is None else (out, *[None] * (self._outputs - 1))
-
-
-class _Blank(torch.autograd.Function):
-    """Autograd function that returns NaN and passes the gradient on."""
-
-    @staticmethod
-    def forward(_: Any, out: Tensor) -> Tensor:
-        return blank(out)
-
-    @staticmethod
-    def backward(_: Any, dout: Tensor) -> Tensor:
-        return dout
 
 
 def _adder(total: dict[nn.Parameter, Tensor]) -> Any:

@@ -73,11 +73,8 @@ class Launch(NamedTuple):
             self.kernel[self.programs](**self.arguments, enable_fp_fusion=True)
 
 
-def _unheard(_: Launch) -> None:
-    """Ignore a launch: none is observed outside `launched`."""
-
-
-_launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default=_unheard)
+# Outside `launched` no launch is observed.
+_launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default=lambda _: None)
 
 
 @contextmanager

@@ -373,32 +373,20 @@ class LossShape(NamedTuple):
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, ignored: int = -100, softcap: float | None = None
+    logits: Tensor,
+    targets: Tensor,
+    scale: float | None = None,
+    *,
+    ignored: int = -100,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Return each row's loss, -log softmax(logits)[target], or 0 if its target is `ignored`.
+    """Return each row's loss, -log softmax(logits)[target], or 0 if its target is `ignored`. With
+    `scale`, overwrite `logits` with the gradient of scale * the sum of losses.
 
     With `softcap`, logits are first softcap * tanh(logits / softcap). A target that is neither
     ignored nor in [0, V) has a loss of nan. Raises UnsupportedError for fp64 and tensors that do
     not fit.
     """
-    return _cross_entropy(logits, targets, None, ignored, softcap)
-
-
-def cross_entropy_(
-    logits: Tensor,
-    targets: Tensor,
-    scale: float,
-    *,
-    ignored: int = -100,
-    softcap: float | None = None,
-) -> Tensor:
-    """Return row losses; overwrite `logits` with the gradient of scale * the sum of losses."""
-    return _cross_entropy(logits, targets, scale, ignored, softcap)
-
-
-def _cross_entropy(
-    logits: Tensor, targets: Tensor, scale: float | None, ignored: int, softcap: float | None
-) -> Tensor:
     check("logits", logits, logits)
     check_inner("logits", logits)
     if logits.ndim != 2 or targets.shape != logits.shape[:1] or targets.dtype != torch.int64:

@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farspan.program import buffer_names as names
-from farspan.program.attention_blocks import (
-    refuse_wide_calls,
-    seen_pairs,
-)
+from farspan.program.attention_blocks import refuse_wide_calls, seen_pairs
 from farspan.program.far_sizes import far_of, slot_bytes
 from farspan.program.layout import (
     ONLY,

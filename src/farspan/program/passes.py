@@ -131,8 +131,9 @@ class Group:
             self._open_pages(layer)
         if self.is_stage and self.index > 0:
             ledger.allocate(names.x(self.index), Kind.X, self.index)
-        if self.is_last:
-            self._open_head_input()
+        if self.is_last and self.graphs:
+            boundary = self.index + 1
+            ledger.allocate(names.x(boundary), Kind.X, boundary, self.graphs)
         if self.stays_open:
             self.open_attention_of_open_group()
         else:
@@ -158,33 +159,16 @@ class Group:
         spec, batch = ledger.model.layers[layer], ledger.run.batch
         tokens = ledger.chunks[0][1]
         most = sparse.width(ledger.chunks[-1][0])
-        for name, kind, cells, size in (
-            (
-                names.means(layer),
-                Kind.MEANS,
-                self.chunks,
-                means_cell_bytes(ledger.model, spec, batch, tokens, sparse),
-            ),
-            (
-                names.choice(layer),
-                Kind.CHOICE,
-                choosing,
-                choice_cell_bytes(spec, batch, tokens, most, sparse.query_tokens),
-            ),
-        ):
-            ledger.allocate_cells(name, kind, layer, cells, size)
+        size = means_cell_bytes(ledger.model, spec, batch, tokens, sparse)
+        ledger.allocate_cells(names.means(layer), Kind.MEANS, layer, self.chunks, size)
+        size = choice_cell_bytes(spec, batch, tokens, most, sparse.query_tokens)
+        ledger.allocate_cells(names.choice(layer), Kind.CHOICE, layer, choosing, size)
 
     def choosing(self, layer: int) -> range:
         """Return the chunks whose queries choose pages in this layer: those with pages between
         sinks and recent tokens. In a layer with a window no chunk chooses."""
         ledger = self.ledger
         return ledger.choosing if ledger.model.layers[layer].window is None else range(0)
-
-    def _open_head_input(self) -> None:
-        if self.graphs:
-            ledger = self.ledger
-            boundary = self.index + 1
-            ledger.allocate(names.x(boundary), Kind.X, boundary, self.graphs)
 
     def open_attention_of_open_group(self) -> None:
         ledger, schedule = self.ledger, self.ledger.schedule

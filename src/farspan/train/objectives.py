@@ -296,8 +296,8 @@ class UnpairedLoss(_AnswerLoss):
         others = self._mismatched(micros, part)
         name = f"{part} mismatched"
         if self.loss.compared() is Reference.STORED:
-            number = 0 if part == "held_out" else self._update_of(micros)
-            reference = float(self._look_up(name, [number]))
+            row = len(self.batches.evaluated()) if part == "held_out" else self._update_of(micros)
+            reference = float(self._look_up(name, [row]))
         else:
             reference = self._summed([self._references(step, other, name) for other in others])
         with self.detached(step):
@@ -356,7 +356,7 @@ class UnpairedLoss(_AnswerLoss):
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
         """Compute the reference's log-probabilities of all answers and, summed over mismatched
-        answers, for every update, [updates, 1], and for the evaluation, [1, 1]."""
+        answers, for every update, [updates, 1], and for the evaluation, by its sequences."""
         tables = super()._compute(step)
         groups: dict[str, Iterable[list[Micro]]] = {
             "train": map(self.batches.of_step, range(self.ctx.run.steps))
@@ -364,7 +364,7 @@ class UnpairedLoss(_AnswerLoss):
         if self.ctx.corpus.held_out is not None:
             groups["held_out"] = [self.batches.held_out()]
         for part, updates in groups.items():
-            found = []
+            found = [torch.nan] * len(self.batches.evaluated()) if part == "held_out" else []
             for micros in updates:
                 self.observer.interrupt.passed(StopPoint.BATCH)
                 with self.detached(step):

@@ -242,7 +242,7 @@ def _for_devices(run: RunConfig, question: Question, gpus: int | None) -> Questi
         question,
         machine=with_kernels(allowed(run, machine), deterministic=run.kernels.deterministic),
         layout=layout,
-        accumulates=run.accumulate > 1,
+        accumulates=run.accumulate > 1 or run.kernels.graphs,
         batches=run.accumulate,
         update_beside=run.optimizer.overlap is not False,
     )

@@ -459,7 +459,7 @@ def question_of(
         dtype=run.model.dtype.value,
         overlap=machine.pinned and not machine.unified,  # like the engine's copies
         sparse=run.pages(),
-        accumulates=run.accumulate > 1,
+        accumulates=run.accumulate > 1 or run.kernels.graphs,
         batches=run.accumulate,
         update_beside=run.optimizer.overlap is not False,
         kernels=run.kernels,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farspan.data.config import LossConfig
 from farspan.data.formats import UNTRAINED
-from farspan.data.packing import Mixture, PackedBatch, Packing
+from farspan.data.packing import PackedBatch
 from farspan.durable import WriteFailed, read_json, write_whole
 from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
@@ -539,9 +539,8 @@ class Batches:
         """Return this replica's batches for evaluation, spread over all held-out sequences so that
         one long document does not dominate. Every replica gets the same number of batches; those
         added to reach it have no token with a target."""
-        packing, replicas = self.ctx.corpus.held_out, self.replicas
-        assert packing is not None, "there is something to evaluate on"
-        chosen = self._evaluated(packing)
+        packing, replicas, chosen = self.ctx.corpus.held_out, self.replicas, self.evaluated()
+        assert packing is not None
         count, own = len(chosen), chosen[self.replica :: replicas]
         found = [self.place(packing.once(i), (i,)) for i in own]
         for _ in range(-(-count // replicas) - len(own)):
@@ -551,9 +550,10 @@ class Batches:
             found.append(replace(spare, batch=blank, labels=labels, trained=0))
         return found
 
-    def _evaluated(self, packing: Packing | Mixture) -> list[int]:
+    def evaluated(self) -> list[int]:
         """Return the indices of the held-out sequences that all replicas evaluate, in order."""
-        there = packing.sequences_per_epoch()
+        assert self.ctx.corpus.held_out is not None, "there is something to evaluate on"
+        there = self.ctx.corpus.held_out.sequences_per_epoch()
         count = min(self.ctx.run.evaluation.sequences, there)
         return [place * there // count for place in range(count)]
 
@@ -565,10 +565,10 @@ class Batches:
         held = corpus.held_out if part == "held_out" else None
         size = run.batch * run.accumulate * self.replicas
         first, epoch = index // size * size, corpus.sequences_per_epoch() or size
-        chosen = [*range(first, first + size)] if held is None else self._evaluated(held)
-        later = range(first + size, first + size + epoch) if held is None else range(0)
-        place = chosen.index(index)
-        for other in (*chosen[place - 1 :: -1], *chosen[::-1], *later):
+        chosen, more = [*range(first, first + size)], range(first + size, first + size + epoch)
+        if held is not None:
+            chosen, more = self.evaluated(), range(held.sequences_per_epoch())
+        for other in (*chosen[chosen.index(index) - 1 :: -1], *chosen[::-1], *more):
             found = corpus.train.batch([other]) if held is None else held.once(other)
             if found.answers[0][-1].number != own:
                 return found
