@@ -339,13 +339,11 @@ class Prices:
 
     def _choice(self, i: Forward) -> float:
         """Return the seconds of an indexer's scores, one per head, query and token before it."""
-        spec, chunk = self._layer(i), i.chunk
-        index, stop = spec.indexer, self.program.chunks[chunk][1]
-        if index is None or not spec.chosen(stop):
+        index, stop = self._layer(i).indexer, self.program.chunks[i.chunk][1]
+        if index is None or not self._layer(i).chosen(stop):
             return 0.0
-        if i.mode is not MODE_COMPUTE and not i.graph and not index.passed:
-            return 0.0
-        scores = float(self.program.run.batch * self._tokens(chunk) * stop * index.heads)
+        needed = i.mode is MODE_COMPUTE or i.graph or index.passed
+        scores = float(needed * self.program.run.batch * self._tokens(i.chunk) * stop * index.heads)
         flop = 2.0 * scores * index.dim  # 0 in layers to which an earlier layer passes its choice
         return self.rates.product(flop) + self._moved(INDEX_PASSES * 4 * scores) if flop else 0.0
 
