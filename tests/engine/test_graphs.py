@@ -15,6 +15,7 @@ from farspan.engine import graphs, preparation
 from farspan.engine.memory import PeakMemory
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
+from farspan.hf.load import add_adapters
 from farspan.spec import Kernels, Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, draw
 from tests.planner.test_walk import EXACT, make, predicted
@@ -128,6 +129,69 @@ def test_gradients_may_stay_and_be_cleared(dtype: torch.dtype, made: list[Graph]
     found = trained(GRAPHS, clear=False, steps=6, dtype=dtype)
     assert_equal(found, trained(Kernels(), clear=False, steps=6, dtype=dtype))
     assert sum(replays(made)) >= 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mlp_chunk_size": 4},
+        {"activation_save_fraction": 0.5, "attention_save_fraction": 1.0},
+        {"attention_open": True, "kv_kept": True},
+        {"layer_checkpoint": True, "loss_chunk_size": 5},
+    ],
+    ids=str,
+)
+def test_other_schedules_run_as_graphs(change: dict[str, Any], made: list[Graph]) -> None:
+    schedule = replace(CHUNKS, **change)
+    found = trained(GRAPHS, schedule, parts=2, steps=3)
+    assert_equal(found, trained(Kernels(), schedule, parts=2, steps=3))
+    assert replays(made) == [5]
+
+
+def with_adapters(model: Any) -> None:
+    model.double()
+    add_adapters(model, rank=2, alpha=4.0, zero=False)
+
+
+def with_wide_gradients(model: Any) -> None:
+    model.to(torch.bfloat16)
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("prepare", "how"),
+    [
+        (with_adapters, {}),
+        (with_wide_gradients, {}),
+        (nn.Module.float, {"autocast": torch.bfloat16}),
+    ],
+)
+def test_other_models_run_as_graphs(
+    prepare: Callable[[Any], Any], how: dict[str, Any], made: list[Graph]
+) -> None:
+    """With labels that are ignored in other places, and values in between."""
+
+    def run(kernels: Kernels) -> list[Tensor]:
+        model: Any = make_model("qwen2")
+        prepare(model)
+        step = Step(model, CHUNKS, kernels=kernels, poison=True, **how)
+        found = []
+        for number in range(6):
+            if number % 2 == 0:
+                model.zero_grad()
+            ids, _, _ = batch(number, batch=2)
+            labels = ids.clone()
+            labels[:, number : number + 4] = -100
+            found.append(step(ids, labels, trained_tokens=40))
+            if number == 3:
+                found.append(step.logprobs(ids, ids))
+                (-found[-1].mean()).backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return [x.detach() for x in found]
+
+    assert_equal(run(GRAPHS), run(Kernels()))
+    assert sum(replays(made)) == 5
 
 
 def moved(model: Any, _: Step, number: int) -> None:
