@@ -17,9 +17,9 @@ from functools import partial
 from hashlib import sha1
 from operator import attrgetter
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import NonCallableMock, patch
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from farspan.hf.stages import CausalLMStages
 from farspan.spec import ModelSpec
 
 SHARED = "FARSPAN_TESTS_DESCRIBED"  # the folder of a run, to the processes that it starts
+PROBING = "farspan.hf.", "farspan.activations"  # modules that make descriptions
+NAMES = "__module__", "__qualname__"
+TESTS = str(Path(__file__).parent)
 PLAIN = Tensor, nn.Parameter
 PLAIN_VALUES = bool, int, float, str, bytes, type(None), torch.dtype, torch.device
 COMPUTED = describe._described
@@ -92,6 +95,10 @@ def _key(
     of.add([type(mode).__qualname__ for stack in modes for mode in stack])
     for root in roots:
         of.add(look(root).states)
+    names = {type(module).__module__ for root in roots for module in root.modules()}
+    names |= {name for name in sys.modules if name.startswith(PROBING)}
+    for name in sorted(one for one in names if not one.startswith("tests.")):
+        of.add_module(sys.modules[name])
     return of.digest.digest(), of.shared
 
 
@@ -136,6 +143,9 @@ class _Key:
             self._add_any(held)
         else:
             self._add_function(held)
+        owner = same.mark[1] if isinstance(same.mark, tuple) and len(same.mark) > 1 else None
+        if isinstance(owner, Same) and id(owner._held()) not in self.inside:
+            raise _Unknown  # a method of an object whose state no look has
         self.add(same.mark)
 
     def _add_function(self, function: Any) -> None:
@@ -148,9 +158,32 @@ class _Key:
         elif code is None:
             self._add_alone(function)
         elif self._number(function):
-            self._add_text("function", code.co_filename, code.co_firstlineno, code.co_code)
+            self._add_text("function", code.co_filename, code.co_firstlineno)
+            self._add_code(code)
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
             self._add_any([function.__defaults__, function.__kwdefaults__, cells])
+
+    def _add_code(self, code: CodeType) -> None:
+        """Add what a function computes: two of one line may differ in names and constants alone."""
+        self._add_text(code.co_code, code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                self._add_code(constant)
+            else:
+                self._add_text(constant)
+
+    def add_module(self, module: ModuleType) -> None:
+        """Add a module's functions and plain values. Raises _Unknown if a test replaced any."""
+        for name, value in list(vars(module).items()):
+            of_test = isinstance(value, FunctionType) and value is not _described
+            if isinstance(value, NonCallableMock) or (
+                of_test and value.__code__.co_filename.startswith(TESTS)
+            ):
+                raise _Unknown
+            if isinstance(value, FunctionType | type):
+                self._add_text(name, *(getattr(value, one, None) for one in NAMES))
+            elif isinstance(value, PLAIN_VALUES) and not name.startswith("__"):
+                self._add_text(name, value)
 
     def _add_any(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -174,7 +207,7 @@ class _Key:
         elif isinstance(value, PLAIN_VALUES):
             self._add_text(value)
         else:
-            self._add_alone(value)
+            raise _Unknown  # its state may change
 
     def _add_alone(self, value: object) -> None:
         """Add an object that equals nothing but itself."""

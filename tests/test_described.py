@@ -1,5 +1,6 @@
 """Descriptions that tests share: an equal model has that of the first, and no other has."""
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
@@ -66,6 +69,66 @@ def test_a_wrapper_of_a_method_is_not_the_method(monkeypatch: pytest.MonkeyPatch
     own = kind.forward
     monkeypatch.setattr(kind, "forward", wraps(own)(lambda *given: 2 * own(*given)))
     assert computed(tiny()) == 1
+
+
+class Repeated:
+    """A number of times that a module's forward is applied."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        self.times, self.own = 1, mlp.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.own(x)
+        return x
+
+
+def test_an_object_s_state_may_change() -> None:
+    model = tiny()
+    mlp = model.model.layers[0].mlp
+    repeated = Repeated(mlp)
+    mlp.forward = repeated.forward
+    with described.remembered():
+        found = [saved_bytes(model)]
+        repeated.times = 3
+        found += [saved_bytes(model)]
+    assert found[0] < found[1] == saved_bytes(model)
+
+
+def saved_bytes(model: Any) -> int:
+    return describe(CausalLMStages(model)).layers[0].activation_bytes
+
+
+def test_modules_outside_a_model_differ() -> None:
+    """Two whose forwards a model calls, without having them among its modules."""
+    models, others = [tiny(), tiny()], []
+    for model, width in zip(models, (8, 64), strict=True):
+        hidden = model.config.hidden_size
+        layers = nn.Linear(hidden, width), nn.GELU(), nn.Linear(width, hidden)
+        others.append(nn.Sequential(*layers).to(model.dtype))
+        model.model.layers[0].mlp.forward = others[-1].forward
+    assert computed(*models) >= 2
+
+
+def test_functions_of_one_line_differ() -> None:
+    models = [tiny(), tiny()]
+    functions = [lambda x: torch.neg(x), lambda x: torch.tanh(x)]
+    for model, function in zip(models, functions, strict=True):
+        model.model.layers[0].mlp.forward = function
+    assert computed(*models) == 2
+
+
+@pytest.mark.parametrize("name", ["farspan.hf.describe.ALIGNMENT", "rotate_half"])
+def test_what_a_test_replaces_in_a_module_is_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert computed(tiny()) == 1
+    if name == "rotate_half":  # which a function calls that the attention calls
+        name = f"{sys.modules[type(tiny()).__module__].__name__}.{name}"
+        monkeypatch.setattr(name, lambda x: x.roll(x.shape[-1] // 2, -1).tanh())
+    else:
+        monkeypatch.setattr(name, 4096)
+    assert computed(tiny()) >= 1
 
 
 def move_a_weight(model: Any) -> None:

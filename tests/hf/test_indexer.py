@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import farspan.spec
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
-from farspan.hf.indexer import indexed_parameters
+from farspan.hf.indexer import IndexerCall, indexed_parameters
+from farspan.planner.prices import Prices
+from farspan.planner.request import Question
 from farspan.program.layout import Layout, refuse_shared_states
+from farspan.program.program import AttentionMode, Forward
 from farspan.spec import AttentionKernel, Indexer, Kernels, Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import (
     Data,
@@ -29,6 +33,7 @@ from tests.grids import exhaustive, part_of
 from tests.hf.test_every_architecture import small_model
 from tests.hf.test_families import KEPT, SCHEDULES, STREAMED
 from tests.numerics import relative_error
+from tests.planner.machines import slow_machine
 from tests.planner.test_walk import CLOSE, agree, in_chunks, make
 from tests.ranks import run_ranks
 from tests.zoo import INDEXED, make_model
@@ -148,6 +153,34 @@ def test_layers_say_what_they_choose_by() -> None:
     indexers = [layer.indexer for layer in step.model_spec.layers]
     # Its rotary embedding is float32, and so are its index keys.
     assert indexers == [Indexer(4, 16, 8, 8, wide=True)] * 2 + [None] * 2
+
+
+@pytest.mark.slow
+def test_cells_choose_only_what_is_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or passed to later layers: where K, V alone are needed, nothing reads a choice."""
+    chosen, choose = [0], IndexerCall.choose
+
+    def counted(call: IndexerCall, keys: Tensor, *rest: Any) -> Tensor:
+        chosen[0] += call.hidden.shape[1] * keys.shape[1]
+        return choose(call, keys, *rest)
+
+    monkeypatch.setattr(IndexerCall, "choose", counted)
+    checkpointed = Schedule(
+        chunk=16, groups=(3, 1), layer_checkpoint=True, attention_save_fraction=1.0
+    )
+    for family, schedule in product((FAMILY, *SHARED), (Schedule(16, groups=1), checkpointed)):
+        step, ids = Step(make_model(family), schedule), draw(64).input_ids
+        chosen[0] = 0
+        step(ids, ids)
+        program, spec = step.program(1, 64), step.model_spec
+        prices = Prices(Question(spec, program.run, slow_machine(), dtype="float64"), program)
+        cells = [i for i in program.instructions if isinstance(i, Forward)]
+        priced = sum(
+            16 * program.chunks[i.chunk][1]
+            for i in cells
+            if i.mode is not AttentionMode.NONE and prices._choice(i)
+        )
+        assert chosen[0] == priced > 0, (family, schedule)
 
 
 PLAIN = Schedule(chunk=9, groups=2)

@@ -113,10 +113,10 @@ class ChunkAttention:
         return _Attend.apply(q, k, v, sinks, chosen, self, self.call(scale))
 
     def choose(self, call: IndexerCall) -> Tensor:
-        """Return the tokens that this rank's queries attend to, [B, C, topk]; [B, C, 0] if these
-        are all tokens, or if nothing attends."""
+        """Return the tokens that this rank's queries attend to, [B, C, topk]; 0 columns: all."""
         assert self.index is not None, "the layer has no indexer"
-        chooses = bool(self.index.chosen) and (self._attends() or call.sizes.passed)
+        passes = call.sizes.passed and self.mode is not AttentionMode.NONE
+        chooses = bool(self.index.chosen) and (self._attends() or passes)
         if self.write_kv is None and not chooses:
             return call.blank(0)
         own = self._index_keys(call)

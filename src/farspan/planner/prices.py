@@ -257,7 +257,7 @@ class Prices:
         layers = self.program.model.layers
 
         def forward(i: Forward) -> Hashable:
-            put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses
+            put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses, i.graph
             reads = i.mode is MODE_COMPUTE or layers[i.layer].state or layers[i.layer].indexer
             size = i.chunk if reads else (sizes[i.chunk], keys[i.chunk])
             return classes[i.layer], size, i.mode, put_away, self._tiled.cells.skips(i)
@@ -323,7 +323,7 @@ class Prices:
             compute += self._moved(moved)
             fetch = self._earlier(i) if spec.state else 0.0
             return Cost(compute, fetch, host=self.question.machine.overhead)
-        compute = self._tiled.forward(i) + self._put_away(i) + self._choice(spec, i.chunk)
+        compute = self._tiled.forward(i) + self._put_away(i) + self._choice(i)
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
         attends = i.mode is MODE_COMPUTE
         attention = self.attention(i.layer, i.chunk, backward=False) if attends else 0.0
@@ -337,12 +337,13 @@ class Prices:
         fetch = self._earlier(i) if attends or spec.state else 0.0
         return Cost(compute, fetch, 0.0, moved, self.question.machine.overhead)
 
-    def _choice(self, spec: LayerSpec, chunk: int) -> float:
+    def _choice(self, i: Forward) -> float:
         """Return the seconds of an indexer's scores, one per head, query and token before it."""
-        index, stop = spec.indexer, self.program.chunks[chunk][1]
-        if index is None or not spec.chosen(stop):
+        index, stop = self._layer(i).indexer, self.program.chunks[i.chunk][1]
+        if index is None or not self._layer(i).chosen(stop):
             return 0.0
-        scores = float(self.program.run.batch * self._tokens(chunk) * stop * index.heads)
+        needed = i.mode is MODE_COMPUTE or i.graph or index.passed
+        scores = float(needed * self.program.run.batch * self._tokens(i.chunk) * stop * index.heads)
         flop = 2.0 * scores * index.dim  # 0 in layers to which an earlier layer passes its choice
         return self.rates.product(flop) + self._moved(INDEX_PASSES * 4 * scores) if flop else 0.0
 
