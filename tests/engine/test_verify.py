@@ -27,9 +27,12 @@ from farspan.engine.verify import (
     exactly,
     verify,
 )
+from farspan.hf import attention_interface
+from farspan.hf.attention_interface import _chunked
+from farspan.hf.indexer import IndexerCall
 from farspan.program.attention_blocks import Block, plan_blocks
 from farspan.spec import Schedule, Tier, UnsupportedError
-from tests.grids import crossed, part_of
+from tests.grids import crossed, exhaustive, part_of
 from tests.numerics import EXACT
 from tests.zoo import make_model, shared_model
 
@@ -183,6 +186,38 @@ def test_fails_what_is_broken(broken: Break, tier: Tier, monkeypatch: pytest.Mon
     broken(monkeypatch)
     found = verify(shared_model("qwen2"), Schedule(chunk=16, groups=2, kv=tier), RUN)
     assert_failed(found)
+
+
+def choose_by_nothing(patch: pytest.MonkeyPatch) -> None:
+    own = IndexerCall.choose
+
+    def choose(self: IndexerCall, keys: Tensor, *place: Any) -> Tensor:
+        return own(self, torch.zeros_like(keys), *place)
+
+    patch.setattr(IndexerCall, "choose", choose)
+
+
+def slide(patch: pytest.MonkeyPatch) -> None:
+    def size(module: nn.Module) -> dict[str, Any]:
+        return {name: x for name, x in _chunked(module).items() if name != "chunked"}
+
+    patch.setattr(attention_interface, "_chunked", size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "broken"), [("deepseek_v32", choose_by_nothing), ("llama4_text", slide)]
+)
+def test_fails_what_the_reference_has_wrong_too(
+    name: str, broken: Break, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was seen in float64 and float32 alone: the model's own attention shows it."""
+    run, model = replace(RUN, documents=1), make_model(name, dtype)
+    assert verify(model, SCHEDULE, run).passed
+    broken(monkeypatch)
+    found = verify(model, SCHEDULE, run)
+    assert not found.passed
+    assert (found.own_loss_error or 0.0) > 1e-3
 
 
 def assert_failed(found: Verification) -> None:
