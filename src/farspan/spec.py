@@ -120,7 +120,7 @@ class LossKeys:
     reference: Reference | None = None  # what `dpo`, `ipo` and `kto` compare with; null: `stored`
     teacher: str | None = None  # what `distill` learns from: a local folder or a name on the hub
     top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
-    router: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts
+    router: float = 0.0  # coefficient of experts' load-balancing loss; the model's own is not used
     router_z: float = 0.0  # coefficient of the z-loss of its routers
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from farspan.engine.step import Step
 from farspan.hf.load import (
     MAPS,
     Weights,
@@ -21,7 +22,7 @@ from farspan.hf.load import (
     refuse_unpinned,
     save_model,
 )
-from farspan.spec import UnsupportedError
+from farspan.spec import Schedule, UnsupportedError
 from tests.grids import part_of
 from tests.zoo import FAMILIES, make_model
 
@@ -52,6 +53,16 @@ def save(tmp_path: Path) -> Save:
         return tmp_path
 
     return write
+
+
+def test_experts_run_in_float64(tmp_path: Path) -> None:
+    """torch's grouped product, in which they run by default, has no float64."""
+    made = load_model(config=QWEN3_MOE, dtype=torch.float64)
+    made.save_pretrained(tmp_path)
+    ids = torch.arange(12)[None]
+    for model in (made, load_model(path=str(tmp_path), dtype=torch.float64)):
+        assert float(Step(model, Schedule(chunk=5)).evaluate(ids, ids)) > 0
+    assert "experts_implementation" not in (tmp_path / "config.json").read_text("utf-8")
 
 
 def test_what_is_saved_is_what_is_loaded(save: Save) -> None:

@@ -161,7 +161,7 @@ class RecurrentCell:
         self.before, self.after = {}, {}
         if self.attention is not None:
             self.attention.write_kv = self.attention.held = None
-            self.attention.goes_on = partial(bool)  # which held the cell, and so itself
+            self.attention.goes_on = lambda: False  # the other held the cell, and so itself
 
     def forget(self) -> None:
         """Drop the graph's inputs and edges, if the backward will build the graph again."""

@@ -211,6 +211,8 @@ def load_model(
         drawn=weights is Weights.RANDOM,
         dtype=dtype,
     )
+    if dtype is torch.float64:
+        made._experts_implementation = "eager"  # torch's grouped product has no float64
     with _naming(overrides or {}):
         if weights is Weights.NONE:
             return blank_model(made, dtype, trust_remote_code, revision)
