@@ -177,7 +177,7 @@ def test_every_family_is_predicted(family: str, kind: tuple[torch.dtype | str, s
 
 
 # Scans of 16 tokens save a little for each pair of them in a chunk, which grows with its square: at
-# the size of Mamba 2 and Falcon-H1 that people train, where they have 256, 0.01% with 16K tokens.
+# the sizes that people train, where they have 256, below 0.01% (`test_scans_of_many_tokens_...`).
 PAIRS = {"mamba2": 5e-3}
 SCANNED = "lfm2", "mamba", "mamba2", "jamba", "falcon_h1", "qwen3_next", "recurrent_gemma"
 

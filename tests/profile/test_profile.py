@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import farspan
 from farspan.ask import measuring
@@ -21,7 +22,7 @@ from farspan.profile.model import Variant, highest
 from farspan.profile.store import RANKS, Profiles, to_json
 from farspan.spec import UnsupportedError
 from tests.grids import crossed
-from tests.planner.test_walk import CLOSE, agree, in_chunks, make
+from tests.planner.test_walk import CLOSE, EXACT, agree, in_chunks, make
 from tests.zoo import FURTHER as ZOO
 from tests.zoo import RECURRENT, make_model
 
@@ -178,3 +179,18 @@ def test_what_cannot_be_measured_is_named(tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UnsupportedError, match=r"profiles of mine .* give measuring"):
         Profiles(SMALL, "mine").of(Variant())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
+def test_scans_of_many_tokens_are_nearly_a_line(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the sizes that people train, what grows with its square is below 0.01% of an 8K chunk."""
+    config = AutoConfig.for_model(family, num_hidden_layers=2, vocab_size=1000).to_dict()
+    tokens, graphs = 2**13, []
+    for lengths in (engine.LENGTHS, (tokens, tokens + 256)):
+        monkeypatch.setattr(engine, "LENGTHS", lengths)
+        start, slope = measure(config, Variant("bfloat16")).kinds[0].cells["graph"].graph
+        graphs.append(start + slope * tokens)
+    assert graphs[0] == pytest.approx(graphs[1], rel=EXACT)
